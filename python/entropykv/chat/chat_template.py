@@ -112,9 +112,9 @@ class _Probe:
 
 Messages = Sequence[Mapping[str, Any]]
 _LONGEST_KEY = 1_024
-"""Characters of arguments whose frame is remembered."""
+"""The most characters of arguments, as JSON, whose AnswerFrame is remembered."""
 _MOST_FRAMES = 64
-"""How many frames are remembered, one for each set of arguments in requests."""
+"""How many AnswerFrames are remembered, one for each set of arguments in requests."""
 
 
 class ChatTemplate:
@@ -187,7 +187,9 @@ class ChatTemplate:
         return None if self._compiled is None else tags_of(self.source)
 
     def frame(self, arguments: Mapping[str, Any] | None = None) -> AnswerFrame:
-        """Return what the template writes before an answer, with these arguments."""
+        """Return what the template writes before an answer, with these arguments; an empty frame if
+        it refuses them.
+        """
         key = json.dumps(arguments or {}, sort_keys=True, default=str)
         found = self._frames.get(key)
         if found is None:

@@ -28,7 +28,7 @@ _QUOTATION = re.compile(r"|\^+|\d+ \|.*")
 _LARK = re.compile(r"^\s*(%llguidance\b|start\s*:(?!:=))", re.MULTILINE)
 
 TokenOf = Callable[[str], "int | None"]
-"""Return the token that a text such as <think> is; None if it is not exactly one."""
+"""Returns the token that a text such as <think> is; None if it is not exactly one."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +62,40 @@ class Constraint:
 
     @classmethod
     def one_of(cls, texts: Sequence[str]) -> Constraint:
-        """Allow exactly these texts."""
+        """Allow exactly these texts; raises SettingsError if they are too long together."""
         return cls.lark("start: " + " | ".join(map(_quoted, texts)))
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """Allow the texts that match a regular expression as a whole, in the syntax of Rust."""
+        """Allow the texts that match a regular expression as a whole, in the syntax of Rust.
+
+        Raises SettingsError for more than MOST_TEXT characters, and for a null character.
+        """
         return cls("regular expression", _short_enough(pattern, "regular expression"))
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """Allow the texts of a grammar in llguidance's variant of Lark, whose rule is `start`."""
+        """Allow the texts of a grammar in llguidance's variant of Lark, whose first rule is
+        `start`.
+
+        Raises SettingsError for more than MOST_TEXT characters, and for a null character.
+        """
         return cls("Lark grammar", _short_enough(grammar, "Lark grammar"))
 
     @classmethod
     def gbnf(cls, grammar: str, root: str = "root") -> Constraint:
-        """Allow the texts of a grammar as llama.cpp has them (GBNF)."""
+        """Allow the texts of a grammar as llama.cpp has them (GBNF); `root`: the rule that is the
+        text.
+
+        Raises SettingsError for more than MOST_TEXT characters, and for a null character.
+        """
         return cls("grammar", _short_enough(grammar, "grammar"), root=root)
 
     @classmethod
     def of(cls, given: Constraint | str) -> Constraint:
-        """Return a constraint, or the one of a grammar in GBNF or Lark: see is_lark()."""
+        """Return a constraint unchanged, or that of a grammar in GBNF or Lark: see is_lark().
+        Raises SettingsError for a grammar as lark() and gbnf() do.
+        """
         if isinstance(given, Constraint):
             return given
         return cls.lark(given) if is_lark(given) else cls.gbnf(given)
@@ -90,7 +103,8 @@ class Constraint:
     def behind(self, before: Callable[[TokenOf], str]) -> Constraint:
         """Return the constraint of a text with something else before it, such as a thought.
 
-        `before` returns a rule of Lark that refers to this constraint as @answer.
+        `before` gets a TokenOf, and returns rules of Lark: `start`, which refers to this constraint
+        as @answer, and others that it needs.
         """
         return dataclasses.replace(self, before=before)
 
@@ -99,7 +113,8 @@ class Constraint:
         return dataclasses.replace(self, before=None)
 
     def compiled(self, token_of: TokenOf, ends: Sequence[int] = ()) -> str:
-        """Return the constraint as llguidance reads it; raises SettingsError.
+        """Return the constraint as llguidance reads it, in JSON; raises SettingsError for GBNF that
+        is no grammar.
 
         `ends`: the tokens that end a text.
         """
@@ -121,8 +136,8 @@ class Constraint:
     def refused(self, reason: str, is_refused: Callable[[Any], str]) -> SettingsError:
         """Return the error for what llguidance says of this constraint.
 
-        `is_refused` returns what it says of a schema alone, "" if nothing: parts of this schema are
-        tried, to name the one.
+        `is_refused` returns what llguidance says against a schema, "" if nothing; by it, the error
+        names the smallest part of this schema that is refused.
         """
         reason = _sentence(reason)
         if self.kind == SCHEMA:

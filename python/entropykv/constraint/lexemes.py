@@ -47,7 +47,8 @@ def lark_of(
 ) -> str:
     """Return a grammar (GBNF) in llguidance's Lark; raises SettingsError for what is no grammar.
 
-    `ends`: the tokens that end a text, which are no other token than one in a grammar.
+    `ends`: the tokens that end a text; where the grammar allows every token but one (!<token>), it
+    does not allow these.
     """
     try:
         return _Grammar(read_gbnf(text, root, token_of), root, ends).lark()
@@ -197,7 +198,7 @@ class _Grammar:
         found = {
             lexemes[i].part for i, each in enumerate(machines) if self._takes(each, each, after[i])
         }
-        if found:  # Without them, fewer of the others meet.
+        if found:  # Once these are cut, fewer of the others conflict.
             return found
         before = follows.before()
         for (i, shorter), (j, longer) in itertools.permutations(enumerate(machines), 2):

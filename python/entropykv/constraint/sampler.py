@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
-"""A llama_token_data."""
+"""The layout of a llama_token_data of llama.cpp."""
 
 LIMITS_OF_GRAMMARS = {
     "max_items_in_row": 500,
@@ -35,7 +35,9 @@ An item is a way in which the text may be meant. What an ambiguous grammar costs
 square of their number: 500 are 20 ms at one token, and 2,000 would be 300.
 """
 LIMITS_OF_SCHEMAS = {**LIMITS_OF_GRAMMARS, "max_items_in_row": 1_200, "step_max_items": 50_000}
-"""An object has four items for every property that may be the next one."""
+"""The limits of JSON schemas, where an object has four items for every property that may be the
+next one.
+"""
 MOST_SECONDS = 1.0
 """The most processor seconds that one token may take. This is the last bound, for constraints that
 stay below the limits of items and take long all the same, such as a schema with 300 alternatives
@@ -55,7 +57,7 @@ def _limits(kind: str) -> LLParserLimits:
 
 
 def compiled(constraint: Constraint, texts: TokenTexts) -> LLMatcher:
-    """Compile a constraint for a vocabulary, without the lock of Python's interpreter.
+    """Compile a constraint for a vocabulary; Python's interpreter lock is released meanwhile.
 
     Raises SettingsError for a constraint that cannot be used.
     """
@@ -97,8 +99,8 @@ class ConstraintSampler:
 
 
 class _Calls:
-    """Implement the callbacks of llama_sampler; without a reference to the sampler, both are freed
-    at once.
+    """Implement the callbacks of llama_sampler; they do not refer to the ConstraintSampler, so that
+    no reference cycle delays its end.
     """
 
     def __init__(self, matcher: LLMatcher, n_tokens: int, kind: str) -> None:

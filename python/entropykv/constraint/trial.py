@@ -1,5 +1,4 @@
-"""Compile a constraint of somebody else's in a process that can be ended, before it is compiled
-here.
+"""Compile a client's constraint in a process that can be ended, before it is compiled in this one.
 
 Nothing can stop llguidance while it compiles, and its limits do not hold for all that a constraint
 can ask for: the intersection of three regular expressions of 20 bytes, or of multiples of three

@@ -25,10 +25,11 @@ _OTHERS = ("response_format", "logprobs", "top_logprobs")
 
 
 def formatter_of(llama: llama_cpp.Llama, model: Model) -> Any:
-    """Return the function that makes the prompt of a chat; None if a handler does more than that.
+    """Return the function that makes the prompt of a chat; None if a chat handler does more than
+    that.
 
-    It is the template of the model's file, unless another format was chosen: then it is the one
-    that llama-cpp-python has made a handler of.
+    It renders the template of the model's file, unless another format was chosen: then it is the
+    formatter of which llama-cpp-python has made a handler.
     """
     handler, name = llama.chat_handler, str(llama.chat_format)
     if handler is None:
@@ -45,7 +46,7 @@ def formatter_of(llama: llama_cpp.Llama, model: Model) -> Any:
 
 
 class _TemplateFormatter:
-    """Make prompts with the chat template of a model, as every other door does."""
+    """Make prompts with the chat template of a model, as the commands and the server do."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -71,8 +72,8 @@ class _TemplateFormatter:
 def answer_chat(llama: Any, formatter: Any, given: Mapping[str, Any]) -> Any:
     """Complete the prompt that a formatter makes of a chat, and return it as a chat.
 
-    `given`: the arguments of create_chat_completion() by name. An answer that calls the tool that
-    was chosen is its arguments.
+    `given`: the arguments of create_chat_completion() by name. If a tool must be called, the
+    completion is the arguments of the call.
     """
     said = {name: llama.said(given[name]) for name in ("tools", "functions")}
     made = formatter(**{name: {**given, **said}[name] for name in _OF_PROMPT})
@@ -125,7 +126,7 @@ def with_content(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stops_of(stop: str | Sequence[str] | None) -> list[str]:
-    """Return the texts that end an answer."""
+    """Return the texts that end an answer, as a list."""
     return [stop] if isinstance(stop, str) else [*(stop or ())]
 
 

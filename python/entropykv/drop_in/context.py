@@ -24,7 +24,9 @@ Answer = Generator[Any, None, None]
 
 
 class CallGuard:
-    """Refuse a call while another thread runs one, and end an answer that was left for another."""
+    """Refuse a call while another thread runs one, and end an unfinished answer before another
+    call.
+    """
 
     def __init__(self) -> None:
         """Make the lock; no call and no answer has begun."""
@@ -128,7 +130,8 @@ for _name, _method in vars(internals.LlamaModel).items():
 
 
 class BorrowedModel(Model):
-    """Use the loaded model of a Llama, which also owns it; it is freed after the last of both.
+    """Use the loaded model of a Llama, which also owns it; it is freed when neither needs it any
+    more.
 
     Contexts made from it have the Llama's parameters (RoPE, YaRN, ...) and its LoRA adapter.
     """

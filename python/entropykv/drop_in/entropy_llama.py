@@ -199,8 +199,9 @@ class EntropyLlama(llama_cpp.Llama):
 
     @model_params.setter
     def model_params(self, parameters: Any) -> None:
-        # Llama has no argument for it: what llama.cpp repacks while it loads, nobody else can read.
-        # Sums of one token would differ from those of several, and from those of a Session.
+        # Llama has no argument for use_extra_bufts, with which llama.cpp repacks weights. Then only
+        # llama.cpp could read the weights: sums of one token would differ from those of several
+        # tokens, and from those of a Session.
         parameters.use_extra_bufts = not reads_blocks()
         self.__dict__["model_params"] = parameters
 
@@ -303,8 +304,8 @@ class EntropyLlama(llama_cpp.Llama):
 
     @property
     def pool(self) -> Pool | None:
-        """Return the pool that it shares with the results of another(); None without
-        `n_sequences`.
+        """Return the pool that this object shares with the results of another(); None without
+        `n_sequences` and `checkpoints`.
         """
         return self._pool
 
@@ -312,8 +313,8 @@ class EntropyLlama(llama_cpp.Llama):
         """Return another object with the same weights and the same pool, which has read nothing.
 
         Another thread can use it at the same time. Each object is closed separately: weights and
-        pool are freed with the last one. Raises SettingsError without `n_sequences`, EntropyKVError
-        if this object is closed.
+        pool are freed with the last one. Raises SettingsError without a pool, EntropyKVError if
+        this object is closed.
         """
         _ = self._session  # Raises if it is closed.
         if self._pool is None:
@@ -399,11 +400,11 @@ class EntropyLlama(llama_cpp.Llama):
         return tokens
 
     def said(self, value: Any, *, tags: bool = False) -> Any:
-        """Return what others say, a text or texts within lists and objects, with marks by which
-        tokenize() reads names of control tokens in it as plain text.
+        """Return a text that others have written, or lists and objects with such texts, with marks
+        by which tokenize() reads names of control tokens in them as plain text.
 
-        `tags`: those of thoughts stay control tokens, as in the answers of a model. Nothing changes
-        with `parse_special`.
+        `tags`: names of the tags of thoughts stay control tokens, as in answers of a model. With
+        `parse_special`, the value is returned unchanged.
         """
         if self._parse_special:
             return value
@@ -426,7 +427,7 @@ class EntropyLlama(llama_cpp.Llama):
     def n_tokens(self) -> int:
         """Return how many tokens were read.
 
-        Whoever sets a smaller number goes back: later calls read behind that many of them.
+        Setting a smaller number goes back: later calls read behind that many tokens.
         """
         position = self._session.position
         return position if self._n_kept is None else min(self._n_kept, position)
@@ -491,7 +492,8 @@ class EntropyLlama(llama_cpp.Llama):
     def _back(self) -> list[int]:
         """Go back to n_tokens; returns the tokens before that must be read again.
 
-        Those are all of them, or what a checkpoint leaves, where the session holds too little.
+        They are none if the session still holds all that it needs; otherwise all, or those behind a
+        checkpoint.
         """
         session, kept = self._session, self.n_tokens
         self._n_kept = None
@@ -597,8 +599,9 @@ class EntropyLlama(llama_cpp.Llama):
     def _begun(self, tokens: list[int], *, resets: bool) -> list[int]:
         """Return the tokens of a prompt for _events(), after going back to n_tokens.
 
-        With `resets`, they are those that were read of its text, unless rows of `scores` belong to
-        its own; without, those that must be read again come first.
+        With `resets`, they are those in which the session has read the prompt's text, if it has;
+        but with logits_all the prompt's own, because rows of `scores` belong to them. Without
+        `resets`, the tokens that must be read again come first.
         """
         with self._alone():
             self._guard.leave()
@@ -610,9 +613,10 @@ class EntropyLlama(llama_cpp.Llama):
     def _events(
         self, request: GenerationRequest, given: Mapping[str, Any], *, resets: bool = True
     ) -> Generator[Event, None, None]:
-        """Yield the events of an answer; between two of them, another call may end it.
+        """Yield the events of an answer; between two events, another call may end the answer.
 
-        With `resets`, the prompt goes on from what was read of it; else it follows the text.
+        With `resets`, the prompt goes on from what was read of it; without, it follows the text
+        that was read.
         """
         guard = self._guard
         with self._alone():
@@ -622,7 +626,8 @@ class EntropyLlama(llama_cpp.Llama):
             if self._logits_all:
                 self._read(request.prompt.tokens[n_cached:])
                 n_cached = len(request.prompt.tokens)
-            if self._logits_all and request.prompt_logprobs:  # Told of tokens that are read.
+            # generate() records the prompt's log probabilities only while it reads the prompt.
+            if self._logits_all and request.prompt_logprobs:
                 self._session.text.truncate(0)
                 n_cached = 0
             answer = generate(
@@ -697,8 +702,9 @@ class EntropyLlama(llama_cpp.Llama):
         """Complete as llama_cpp.Llama does; `grammar` may also be a Constraint.
 
         If the prompt begins with the text that was read, in other tokens, usage and the limit of
-        n_ctx refer to those. `logprobs` need no logits_all. `suffix` is what follows the text that
-        is asked for; for a model that was not trained for that, SettingsError is raised.
+        n_ctx refer to the tokens that were read. `logprobs` need no logits_all. `suffix` is what
+        follows the text that is asked for; for a model that was not trained for that, SettingsError
+        is raised.
         """
         given = self._given("create_completion", arguments, options)
         parts = self._completed(given)
@@ -748,8 +754,9 @@ class EntropyLlama(llama_cpp.Llama):
                 yield whole
 
     def _tokens_of(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
-        """Return the tokens of a prompt: a text gets those that texts of the model begin and end
-        with.
+        """Return the tokens of a prompt; if it is a text, with the tokens that texts of the model
+        begin and end with. With a `suffix`, the prompt to write what stands between both. Raises
+        SettingsError and ContextError.
         """
         model, is_text = self._model, isinstance(prompt, str)
         if isinstance(prompt, str):

@@ -1,1 +1,3 @@
-"""Answer prompts: from messages or text to the events of an answer, the same way for every door."""
+"""Answer prompts: from messages or text to the events of an answer, in the same way for the
+commands, the server and EntropyLlama.
+"""

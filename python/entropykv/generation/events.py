@@ -66,9 +66,9 @@ class Ended:
     seconds: float
     """How many seconds writing took."""
     stop: str | None = None
-    """The text of `stops` that has ended the answer; None: something else has."""
+    """The one of the request's `stops` that has ended the answer; None: something else has."""
     token: int | None = None
-    """The token that has ended it; None: something else has."""
+    """The token that has ended the answer; None: something else has."""
 
 
 Event = PromptRead | AnswerPiece | Ended
@@ -84,14 +84,14 @@ def generate(
     processors: Sequence[Callable[[Logits], object]] = (),
     has_enough: Callable[[], bool] = lambda: False,
 ) -> Generator[Event, None, None]:
-    """Read a prompt behind the text of a session, and yield the events of its answer.
+    """Read a prompt in a session, and yield the events of its answer.
 
     The session has read the first `n_cached` tokens of the prompt already. `hooks` are called
     before every step, and `on_prompt` with the number of tokens of the prompt that were read;
     `processors` change the logits, (n_vocab,), before each token is chosen. `has_enough` is asked
-    behind every piece whether the answer ends there. The session has not
-    read the last token of the answer; a consumer that stops early must close() the generator before
-    it uses the session. Raises the errors of Session.generate().
+    after every piece whether the answer ends there. The session has not read the last token of the
+    answer; a consumer that stops early must close() the generator before it uses the session.
+    Raises the errors of Session.generate().
     """
     answer = _Answer(session, request, hooks, processors)
     try:
@@ -314,7 +314,7 @@ class CompletionReader:
     """Read the events of one completion."""
 
     def __init__(self, echo: str = "", logprobs: CompletionLogprobs | None = None) -> None:
-        """Begin with a text, that of the prompt if it is repeated.
+        """Begin with the text `echo`, which is that of the prompt if the answer repeats it.
 
         `logprobs` shows the values of the prompt's tokens; None: they were not asked for.
         """
@@ -323,8 +323,8 @@ class CompletionReader:
         """How many tokens the prompt has, once it was read."""
 
     def parts(self, events: Iterator[Event]) -> Iterator[CompletionPart]:
-        """Yield a part for every piece of text, with what came since the one before, and the
-        end, with the rest.
+        """Yield a part for every piece of text, with the tokens and values since the part before,
+        and a last part with the rest and the reason of the end.
         """
         text, values, tokens = self._echo, list[TokenLogprob](), list[int]()
         for event in events:

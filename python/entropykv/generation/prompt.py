@@ -77,7 +77,9 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class ShownImages:
-    """Hold the images of a prompt whose text has a marker for each, and how they are read."""
+    """Hold the images of a prompt whose text has a marker for each, and how they are read: see
+    Images.tokenize().
+    """
 
     images: Images
     files: Sequence[bytes]
@@ -87,7 +89,11 @@ class ShownImages:
     """Called while images are encoded; it may raise to stop that."""
 
     def tokens_of(self, text: str, *, add_bos: bool) -> tuple[list[int], tuple[ReadyImage, ...]]:
-        """Return the tokens of a text with placeholders, and the images that they stand for."""
+        """Return the tokens of a text with placeholders, and the images that they stand for.
+
+        Raises ImageError for images that cannot be read, or whose markers are not in the text, and
+        ContextError for more than `most_tokens` tokens.
+        """
         if text.count(self.images.marker) != len(self.files):
             raise ImageError(
                 "the model's chat template does not show the images; use one that does "
@@ -115,8 +121,9 @@ def text_prompt(
 ) -> Prompt:
     """Return the prompt of a text, in which names of control tokens become such tokens.
 
-    `add_bos` None: it begins with a BOS token if texts of this model do. `is_answer`: the text is
-    what a chat template has written with these `arguments`, so that an answer follows.
+    `add_bos` None: it begins with a BOS token if texts of this model do. `shown`: the images whose
+    markers are in the text. `is_answer`: the text is what a chat template has written with these
+    `arguments`, so that an answer follows. Raises the errors of ShownImages.tokens_of().
     """
     begins = model.adds_bos if add_bos is None else add_bos
     images: tuple[ReadyImage, ...] = ()

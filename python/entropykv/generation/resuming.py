@@ -124,7 +124,7 @@ def continuing(
     tokenised again: `tokenize` reads text without control tokens.
     """
     start = common_prefix(cached, prompt)
-    ahead = ""  # The prompt's text is longer than the cached tokens' by so much.
+    ahead = ""  # What the prompt's text has beyond that of the cached tokens.
     read = start
     for token in cached[start:]:
         text = spell(token)

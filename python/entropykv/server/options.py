@@ -266,7 +266,9 @@ class ModelOptions(CacheSettings):
 
     @property
     def request_defaults(self) -> dict[str, Any]:
-        """Return the fields of requests that get these values if a request leaves them out."""
+        """Return the server's defaults for fields that a request leaves out, by the names of the
+        fields.
+        """
         given = {name: getattr(self, name) for name in _REQUEST_FIELDS}
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("max_tokens", 0) < 0:

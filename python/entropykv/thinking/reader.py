@@ -112,9 +112,9 @@ def before_answer(
 ) -> Callable[[Callable[[str], int | None]], str]:
     """Return a function for Constraint.behind(): a thought, followed by the answer.
 
-    The function gets what returns the token of the vocabulary that a text is; None if it is not
-    exactly one. `opened`: the prompt ends within the thought, which must then be closed; otherwise
-    a thought is optional.
+    The function gets a TokenOf, which returns the token of the vocabulary that a text is, or None
+    if the text is not exactly one token; it returns rules in Lark. `opened`: the prompt ends within
+    the thought, which must then be closed; otherwise a thought is optional.
     """
 
     def rules(token_of: Callable[[str], int | None]) -> str:

@@ -85,13 +85,15 @@ class JsonSchema(BaseModel):
 
 
 class TextFormat(BaseModel):
-    """Text of any form."""
+    """Response format `text`: the answer may be any text."""
 
     type: Literal["text"]
 
 
 class ObjectFormat(BaseModel):
-    """A JSON object; the field `schema` is an extension of llama_cpp.server."""
+    """Response format `json_object`: the answer is a JSON object. The field `schema`, which the
+    object must follow, is an extension of llama_cpp.server.
+    """
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -100,14 +102,14 @@ class ObjectFormat(BaseModel):
 
 
 class SchemaFormat(BaseModel):
-    """JSON that follows a schema."""
+    """Response format `json_schema`: the answer is JSON that follows a schema."""
 
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
 class Reasoning(BaseModel):
-    """How much the model thinks before it answers; none: not at all."""
+    """How much the model thinks before it answers; with the effort "none", not at all."""
 
     effort: Name | None = None
 
@@ -188,16 +190,20 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return self.n
 
     def most_written(self) -> int | None:
-        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
+        None if it names none.
+        """
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     def document_name(self) -> str | None:
-        """Return the document that the request names, also in a message; raises RequestError."""
+        """Return the name of the document that the request names in its field `document` or in a
+        message; None without one. Raises RequestError.
+        """
         return document_named(self.document, (message.content for message in self.messages))
 
     def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = ChatWriter) -> Any:
-        """Generate one choice, and return what a writer makes of it, or its chunks; raises
-        RequestError.
+        """Generate one choice, and return the answer, or with `stream` an iterator of its chunks,
+        in the form of the writer that `make` returns. Raises RequestError.
         """
         check_passages(self.passages, job)
         model, use = job.model, self.tool_use()
@@ -313,7 +319,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
 
     def prompt_text(self, model: LoadedModel) -> tuple[str, list[int]]:
         """Return the text of the prompt, and its tokens; raises RequestError for a chat with images
-        or about a document, whose tokens only an answer knows.
+        or about a document, whose tokens are known only when it is answered.
         """
         if self.document_name() is not None:
             raise RequestError(
@@ -362,7 +368,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return [parted(self, number, n=1) for number in range(self.n)]
 
     def tool_use(self) -> ToolUse | None:
-        """Return the tools that may be called, by their newer names; raises RequestError."""
+        """Return the tools of the request, also those in the older fields `functions` and
+        `function_call`; None if no tool may be called. Raises RequestError.
+        """
         if self.functions is None:
             return ToolUse.of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
         tools = [Tool(function=function) for function in self.functions]
@@ -379,16 +387,18 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return template_messages(self.messages, model.traits, instructions, images)
 
     def reads_calls(self, use: ToolUse | None) -> bool:
-        """Tell whether the answer may have calls: JSON that was asked for may only look like one,
-        unless a call is required.
+        """Tell whether calls are read from the answer: not if response_format asks for JSON, which
+        may only look like a call, unless a call is required.
         """
         asked = self.response_format
         return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))
 
     def _asked_constraint(self, use: ToolUse | None) -> tuple[str, Constraint] | None:
-        """Return what the answer must be, with the field that says it; raises RequestError.
+        """Return the constraint of the answer, after the name of the field that gives it; None
+        without any. Raises RequestError.
 
-        A call that is forced says it alone: then a response_format is that of later answers.
+        If a call is required, no other field counts: a response_format is then that of later
+        answers.
         """
         call = None if use is None else use.constraint()
         if call is not None:

@@ -15,7 +15,7 @@ from entropykv.server.dialects.fields import MOST_GRAMMAR
 from entropykv.server.http.errors import RequestError
 
 MOST_CHOICES = 1_000
-"""The most texts that an answer may be one of."""
+"""The most texts of `choice`, one of which the answer must be."""
 
 Source = Annotated[str, Field(max_length=MOST_GRAMMAR)]
 Texts = Annotated[list[Source], Field(min_length=1, max_length=MOST_CHOICES)]
@@ -90,7 +90,9 @@ def single(constraints: dict[str, Constraint]) -> tuple[str, Constraint] | None:
 
 
 def made(param: str, make: Callable[[Any], Constraint], value: Any) -> Constraint:
-    """Return a constraint; raises RequestError, with `param` as its field, if that is refused."""
+    """Return the constraint that `make` returns for a value; raises RequestError (400) if `make`
+    refuses the value, with `param` as the field.
+    """
     try:
         return make(value)
     except SettingsError as error:
@@ -104,7 +106,7 @@ def _any_object(_: Any) -> Constraint:
 def embedded(schema: Any, place: str) -> Any:
     """Return a schema that can stand within another one, at a path such as #/$defs/a.
 
-    Its references, which begin at itself, are changed to begin there.
+    References in it begin at its own root (#); they are changed to begin at `place`.
     """
     if isinstance(schema, list):
         return [embedded(part, place) for part in schema]

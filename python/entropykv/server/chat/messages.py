@@ -86,7 +86,7 @@ def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:
             param=place,
         )
     try:
-        # Decode only one byte more than allowed, which is enough to refuse the file.
+        # Decode at most three bytes more than allowed, which is enough to refuse the file.
         file = base64.b64decode(data[: (most // 3 + 1) * 4], validate=True)
     except (binascii.Error, ValueError):
         raise RequestError(400, f"{place}: its base64 is damaged", param=place) from None
@@ -122,7 +122,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; `content` is text, a list of text parts, or null."""
+    """One message; `content` is text, a list of parts (texts, images, documents), or null."""
 
     # Templates may show fields that only some clients add.
     model_config = ConfigDict(extra="allow")
@@ -141,8 +141,8 @@ class Message(BaseModel):
     function_call: CalledFunction | None = None
 
     def text(self, place: str, images: ImageParts) -> str | None:
-        """Return the text, with parts joined by line ends as in llama-server; content that is null
-        is empty, and stays null beside calls.
+        """Return the text, with parts joined by line ends as in llama-server. Null content is the
+        empty text, or None if an assistant's message has calls.
 
         `images` collects the images of a user, and returns their markers for the text. `place`
         names the message in a RequestError, for parts of another kind.
@@ -273,8 +273,8 @@ class ChatParts:
     """The beginning of the answer, which the model continues."""
 
     def text(self, model: LoadedModel, messages: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the text of the prompt, by default of its own messages, which only tokenize()
-        reads.
+        """Return the text of the prompt for LoadedModel.tokenize(): names of control tokens in what
+        users, tools and documents say have marks. `messages` None: those of this object.
 
         Raises RequestError for an answer that cannot be continued, and the errors of the template.
         """
@@ -285,7 +285,7 @@ class ChatParts:
                 arguments=self.arguments,
                 opens_answer=self.opens_answer,
             )
-        except TypeError as error:  # Templates add what they were not told to a text.
+        except TypeError as error:  # A template joined a text and a missing value.
             raise RequestError(
                 400, f"the chat template refuses this: {error}", param="messages"
             ) from None
@@ -334,9 +334,9 @@ def chat_prompt_of(job: Answering, parts: ChatParts) -> Prompt:
 
 
 def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
-    """Return the prompt of a chat about the job's document: its tokens, then the chat.
+    """Return the prompt of a chat about the job's document: the document's tokens, then the chat's.
 
-    The template shows a mark where the document stands, and only what it writes behind the mark is
+    The template shows a mark where the document stands, and only the text behind the mark is
     tokenised: a question goes on in the user's turn that the document began. Raises RequestError.
     """
     model, document = job.model, job.document_tokens()

@@ -42,7 +42,9 @@ def as_json(value: Any) -> str:
 
 
 def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call; models may write anything else than an object."""
+    """Return the arguments of a call; if the model has written anything but an object, an empty
+    one.
+    """
     arguments = json_of(call["function"]["arguments"])
     return arguments if isinstance(arguments, dict) else {}
 
@@ -104,7 +106,8 @@ class ToolUse:
     ) -> ToolUse | None:
         """Return what a request asks for; None if no tool may be called.
 
-        Raises RequestError for a choice that is not among the tools.
+        Raises RequestError for a choice that is not among the tools, and if a call is required
+        without tools.
         """
         if isinstance(choice, NamedTool):
             name = choice.function.name
@@ -163,10 +166,11 @@ class ToolUse:
         return "".join(part.text for part in parts), [c for part in parts for c in part.calls]
 
     def calls_in(self, value: Any, *, tagged: bool) -> list[dict[str, Any]]:
-        """Return the calls that JSON of an answer is, an object or a list; empty if it is none.
+        """Return the calls in a JSON value of an answer, which is one call or a list of calls;
+        empty if anything in it is no call.
 
-        An object without tags around it may be the answer itself: it is a call only if it has
-        arguments, and nothing else than a call has. A list with anything else in it is none.
+        `tagged`: the value stood behind <tool_call>. Without the tag, an object may be the answer
+        itself: it is a call only if it has arguments, and no members that calls do not have.
         """
         items = value if isinstance(value, list) else [value]
         calls = [self._call(item, tagged=tagged) for item in items]
@@ -197,8 +201,8 @@ class AnswerPart:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a tool without those that it does not name, unless its schema says
-    anything about them.
+    """Return the schema of a tool's parameters, which allows no parameters that it does not name,
+    unless it says anything about such parameters itself.
     """
     is_plain = parameters.keys() <= _PLAIN and "properties" in parameters
     return {**parameters, "additionalProperties": False} if is_plain else parameters
@@ -227,7 +231,7 @@ class CallReader:
     _ends: bool = False
     """Whether the end tag of the last call may follow."""
     is_over: bool = False
-    """Whether nothing may follow the call that came."""
+    """Whether the answer ends behind the call that came, because only one is allowed."""
 
     def take(self, text: str) -> AnswerPart:
         """Add the next piece of the answer; returns what can be shown now."""
@@ -267,7 +271,9 @@ class CallReader:
         return AnswerPart(text, calls)
 
     def _skip_end_tag(self, *, ended: bool) -> bool:
-        """Leave out what stands behind a call; returns False if more of it may come."""
+        """Leave out white space and an end tag behind a call; returns False if more of them may
+        come.
+        """
         if not self._behind:
             return True
         rest = self._held.lstrip()
@@ -310,7 +316,7 @@ _OPEN: Any = object()
 _LONGEST_WORD = 16
 """More characters than any word or escape of JSON has, which an answer may have written in part."""
 _DECODER = json.JSONDecoder(strict=False)
-"""Models write line breaks into strings, which JSON itself would have them escape."""
+"""Accepts line breaks in strings, which models write although JSON requires escapes."""
 
 
 def _json_at(text: str, begin: int, *, ended: bool) -> Any:
@@ -343,8 +349,8 @@ def _begun(text: str) -> int:
 def as_deltas(
     calls: Sequence[dict[str, Any]], *, first: int, legacy: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the deltas of a stream for calls, `first` of which came before; with `legacy`, the
-    very first one under both names.
+    """Yield the deltas of a stream for calls; `first` is how many calls came before. With `legacy`,
+    the very first call of the answer is also in OpenAI's older field function_call.
     """
     for index, call in enumerate(calls, first):
         older = {"function_call": call["function"]} if legacy and index == 0 else {}

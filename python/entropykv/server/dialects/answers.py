@@ -67,7 +67,9 @@ def written(
 
 
 def usage_of(job: Answering) -> dict[str, Any]:
-    """Return OpenAI's numbers of tokens: of the prompt, of the answer, and what they were."""
+    """Return the numbers of tokens of a job as OpenAI's `usage`: of the prompt and how many of them
+    were cached, of the answer and how many of them were thoughts (only if the model thinks).
+    """
     usage: dict[str, Any] = {
         "prompt_tokens": job.n_prompt,
         "completion_tokens": job.n_written,
@@ -83,7 +85,8 @@ def timings_of(job: Answering) -> dict[str, Any]:
     """Return numbers of tokens and times of a job, so far, in llama-server's words; what cannot be
     divided is 0.
 
-    The first token follows from the prompt, so that one less was computed for the answer.
+    Reading the prompt already yields the first token of the answer, so the answer's rates count one
+    token less.
     """
     n_steps = max(0, job.n_written - 1)
     timings = {
@@ -108,12 +111,12 @@ def _rates(name: str, n: int, seconds: float) -> dict[str, float]:
 
 
 def costs_of(job: Answering) -> dict[str, Any]:
-    """Return the numbers of tokens of an answer, and how long it took."""
+    """Return the fields `usage` and `timings` of an answer: see usage_of() and timings_of()."""
     return {"usage": usage_of(job), "timings": timings_of(job)}
 
 
 def with_times(chunk: Chunk, job: Answering) -> Chunk:
-    """Return a chunk with the times so far."""
+    """Return a chunk with the times so far in its field `timings`."""
     return {**chunk, "timings": timings_of(job)}
 
 
@@ -149,7 +152,9 @@ class AnswerHead:
 
 
 class TokenNames:
-    """Hold the texts by which tokens are told."""
+    """Show tokens with their texts, bytes and log probabilities in the forms of OpenAI and
+    llama-server.
+    """
 
     def __init__(self, model: Model) -> None:
         """Use a model's vocabulary."""
@@ -183,7 +188,7 @@ class AnswerForm:
     use: ToolUse | None = None
     """The tools whose calls are read from the answer; None: all of it is text."""
     legacy_calls: bool = False
-    """Whether the first call also has OpenAI's older name."""
+    """Whether the first call is also in OpenAI's older field function_call."""
     logprobs: bool = False
     timed: bool = False
     """Whether every chunk has the times so far."""
@@ -195,9 +200,9 @@ class AnswerForm:
     def parts(self, events: Iterator[Event], *, whole: bool = False) -> Iterator[SaidPart]:
         """Yield what each event adds to an answer; that the prompt was read adds nothing.
 
-        A call is in the part in which its JSON has ended; if there may be one alone, the answer
-        ends behind it. deepseek-legacy leaves thoughts in the text, and `whole` answers have them
-        beside it, too.
+        A call is in the part in which its JSON has ended; if only one is allowed, the answer ends
+        behind it. deepseek-legacy leaves thoughts in the text, and `whole` answers have them beside
+        it, too.
         """
         reader = None if self.use is None else CallReader(self.use)
         thought = self.prompt.thought
@@ -253,10 +258,10 @@ class SaidPart(NamedTuple):
 
 
 class CompletionWriter:
-    """Write a text that was continued."""
+    """Write answers to completion requests in OpenAI's form."""
 
     def __init__(self, form: AnswerForm) -> None:
-        """Write the answer of a form."""
+        """Write the answer that `form` describes."""
         self._job, self._timed = form.job, form.timed
         self._head = AnswerHead("text_completion", "cmpl", form.name)
         model, shows_prompt = form.job.model.model, form.echoes or form.logprobs
@@ -303,7 +308,7 @@ class ChatWriter:
     """Write an answer of a chat: its thought, its text, and the calls in it."""
 
     def __init__(self, form: AnswerForm) -> None:
-        """Write the answer of a form."""
+        """Write the answer that `form` describes."""
         self._form, self._job = form, form.job
         self._head = AnswerHead("chat.completion.chunk", "chatcmpl", form.name)
         self._names = TokenNames(form.job.model.model)

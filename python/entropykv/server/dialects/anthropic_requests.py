@@ -54,7 +54,7 @@ _ERRORS = {
 
 
 def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
-    """Return an error in Anthropic's form."""
+    """Return an error in Anthropic's form; `error` is the member of that name in OpenAI's form."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {**error, "type": kind}}
 
@@ -65,7 +65,9 @@ class MessageWriter:
     """
 
     def __init__(self, head: dict[str, Any], form: AnswerForm) -> None:
-        """Write the answer of a form; `head`: the fields that the message begins with."""
+        """Write the answer that `form` describes; `head`: the fields at the beginning of the
+        message.
+        """
         self._head, self._form, self._job = head, form, form.job
         self._index = -1
         self._open: str | None = None
@@ -105,7 +107,9 @@ class MessageWriter:
         return {"type": "message_start", "message": message}
 
     def _usage(self) -> dict[str, int]:
-        """Return the numbers of tokens so far; those that were read before count apart."""
+        """Return the numbers of tokens so far; tokens of the prompt that were read before count
+        separately.
+        """
         job = self._job
         return {
             "input_tokens": job.n_prompt - job.n_cached,
@@ -145,7 +149,9 @@ class MessageWriter:
 
 
 def _end(reason: str | None, stop: str | None = None) -> dict[str, Any]:
-    """Return why a message ended; None: it has not. `stop`: the text that has ended it."""
+    """Return the fields that say why a message ended; reason None: it has not ended. `stop`: the
+    text of stop_sequences that has ended it.
+    """
     shown = None if reason is None else _REASONS.get(reason, "end_turn")
     if reason == "stop" and stop is not None:
         shown = "stop_sequence"
@@ -297,7 +303,7 @@ class CountedMessages(Request):
                 yield from _asked(message.content, place)
 
     def chat(self, **more: Any) -> ChatRequest:
-        """Return the request as a chat completion; raises RequestError."""
+        """Return the request, with `more` fields, as a chat completion; raises RequestError."""
         try:
             return ChatRequest.model_validate({**self.chat_fields(), **more})
         except ValidationError as error:
@@ -319,11 +325,11 @@ class MessagesRequest(CountedMessages):
 
     @property
     def user(self) -> str | None:
-        """Return the name of the conversation, if the request has one."""
+        """Return the name of the conversation, which is metadata.user_id; None without it."""
         return None if self.metadata is None else self.metadata.user_id
 
     def document_name(self) -> str | None:
-        """Return the document that the request names."""
+        """Return the name of the document that the request names; None without one."""
         return self.document
 
     def call(self, job: Answering) -> Any:
@@ -352,7 +358,9 @@ def _system_text(given: str | list[dict[str, Any]], place: str) -> str:
 
 
 def _said(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
-    """Return a message of the assistant."""
+    """Return the blocks of an assistant's message as a message of a chat completion; raises
+    RequestError for blocks of other types.
+    """
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
         where = f"{place}.content.{index}"

@@ -1,4 +1,4 @@
-"""Define how long each field of a request may be, and those that say how tokens are chosen.
+"""Define how long each field of a request may be, and the fields that say how tokens are chosen.
 
 Texts that the model reads (prompts, messages) have no limit of their own: the bytes of the body and
 the tokens of the context limit them. Lists are validated up to their first error, because a body of
@@ -74,7 +74,9 @@ FIRST_ERROR = Field(fail_fast=True)
 
 
 def _few(most: int) -> BeforeValidator:
-    """Refuse an object with more than `most` members before any of them is validated."""
+    """Return a validator that refuses an object with more than `most` members before any of them is
+    validated.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -111,8 +113,8 @@ PromptField = (
     | _Mixed
     | Annotated[list[str | _Mixed], FIRST_ERROR]
 )
-"""A text, or its tokens, or both mixed; or a list of those. As in llama-server, a list with a token
-in it is one prompt.
+"""One prompt (a text, a list of tokens, or a list of texts and tokens), or a list of prompts. As in
+llama-server, a list with a token in it is one prompt.
 """
 
 
@@ -213,9 +215,10 @@ Breakers = Annotated[
 
 
 def sampler(name: str, default: Any = None, *, least: float = 0, description: str = "") -> Any:
-    """Return the field of a request that is a field of Sampling, with its limits.
+    """Return the pydantic field of a request for the field `name` of Sampling, with the same
+    limits.
 
-    Numbers without limits are from `least` to MOST_NUMBER in requests.
+    Numbers that Sampling does not limit are from `least` to MOST_NUMBER in requests.
     """
     said = declared(Sampling)[name]
     limits = (least, MOST_NUMBER) if said.least is None else (said.least, said.most)
@@ -300,7 +303,9 @@ def _is_number(value: Any) -> bool:
 
 
 Refusal = tuple[Callable[[Any], bool], str]
-"""Which values of a field change nothing, and what to do instead of others."""
+"""A function that tells whether a value of a field changes nothing, and what to do instead of
+sending another value.
+"""
 
 
 @dataclass(frozen=True)
@@ -316,8 +321,9 @@ class OtherFields:
     refused: Mapping[str, Refusal]
 
     def besides(self, refused: Mapping[str, str]) -> OtherFields:
-        """Return the declaration of an API that has more fields, with what to do instead of each;
-        those that are off may be there.
+        """Return the declaration of an API with further fields, which are refused; `refused` says
+        what to do instead of each. Values that switch a field off (null, false, empty, 0 or less)
+        are accepted.
         """
         more = {name: (_is_off, instead) for name, instead in refused.items()}
         return OtherFields(self.without_effect, {**self.refused, **more})
@@ -363,16 +369,16 @@ _REFUSED: dict[str, Refusal] = {
     "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
 }
 OTHERS = OtherFields(_WITHOUT_EFFECT, _REFUSED)
-"""Those of OpenAI's completions and chats, of llama-server, and of Ollama, whose clients send them
-to all routes.
+"""The other fields of OpenAI's completions and chats, of llama-server, and of Ollama, whose clients
+send them to all routes.
 """
 
 
 def check_names(
     model: type[BaseModel], body: Mapping[str, Any], *, ignores_unknown: bool = False
 ) -> None:
-    """Raise RequestError (400) for fields of a body that the model of a request does not have; its
-    `other_fields` are those of its API.
+    """Raise RequestError (400) for fields of a body that `model`, the class of the request, does
+    not have; the class's `other_fields`, else OTHERS, declares further fields of the API.
 
     Fields that ask for nothing (null, false, an empty text, list or object) may be there, and so
     may those whose value does not change the answer. `ignores_unknown`: refuse only fields that are

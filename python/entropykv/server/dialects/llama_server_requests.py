@@ -58,7 +58,7 @@ _SAMPLERS_OFF = {"adaptive_target": -1.0, "adaptive_decay": 0.9, "min_keep": 0}
 
 
 class LlamaServerWriter:
-    """Write a text that was continued."""
+    """Write answers to completion requests in llama-server's own form."""
 
     def __init__(
         self,
@@ -300,21 +300,25 @@ class LlamaServerRequest(GeneratingRequest):
     user: Name | None = None
 
     def document_name(self) -> str | None:
-        """Return the document that the request names."""
+        """Return the name of the document that the request names; None without one."""
         return self.document
 
     def most_written(self) -> int | None:
-        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
+        None if it names none.
+        """
         return self.n_predict
 
     @property
     def mirostat_mode(self) -> int:
-        """Return the field by its name in OpenAI's requests."""
+        """Return the field `mirostat` by its name in other requests, as llama_cpp.server has it."""
         return self.mirostat
 
     @property
     def max_tokens(self) -> int:
-        """Return the most tokens of the answer if neither the request nor the server says it."""
+        """Return -1, no limit: the most tokens of the answer if neither the request nor the server
+        names a limit.
+        """
         return -1
 
     @property

@@ -43,7 +43,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def llama_server_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes; they only read the model's state, and do not wait for a worker."""
+    """Return the routes; none waits for a worker, but some load the model that they name."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.get("/health")
@@ -157,7 +157,9 @@ def _piece(piece: bytes) -> str | list[int]:
 
 
 def describe(engine: Engine) -> dict[str, Any]:
-    """Return what stays the same while a model is loaded: `props`, and `meta` of the list."""
+    """Return what stays the same while a model is loaded: `props`, the answer of /props, and
+    `meta`, a field of its entry in /v1/models.
+    """
     meta = {"n_ctx": engine.model.n_ctx, "n_vocab": engine.model.model.n_vocab}
     return {"props": _props(engine), "meta": meta}
 

@@ -45,7 +45,9 @@ Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
 class OllamaOptions(Request):
-    """Hold the options of an answer; options of loading a model are accepted and ignored."""
+    """Hold the options of an answer; options of loading a model are accepted and ignored, except
+    for a num_ctx above the server's context, which is refused.
+    """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
@@ -130,7 +132,7 @@ class OllamaRequest(Request):
             )
 
     def template_fields(self) -> dict[str, Any]:
-        """Return the chat template's variables for the field `think`."""
+        """Return the fields of a chat completion that have the effect of the field `think`."""
         if self.think is None:
             return {}
         if isinstance(self.think, str):
@@ -206,7 +208,9 @@ class OllamaChat(OllamaRequest):
 
 
 class OllamaGenerate(OllamaRequest):
-    """Hold a request of /api/generate: one turn of a chat, or with `raw` a text to continue."""
+    """Hold a request of /api/generate: one turn of a chat, or with `raw` or `suffix` a text to
+    continue.
+    """
 
     prompt: str = ""
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
@@ -299,7 +303,9 @@ class _Writer:
     def __init__(
         self, request: OllamaRequest, started: float, loaded: float, form: AnswerForm
     ) -> None:
-        """Write the answer of a form to a request; for the times see OllamaRequest.call()."""
+        """Write the answer that `form` describes to a request; for the times see
+        OllamaRequest.call().
+        """
         self._request, self._form = request, form
         self._started, self._loaded = started, loaded
 
@@ -308,7 +314,9 @@ class _Writer:
         return self._last(self._form.whole(events))
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
-        """Yield a line for every piece of text, and a last one with the totals."""
+        """Yield a line for every part with text, a thought or calls, and a last one with the
+        totals.
+        """
         end = SaidPart()
         for part in self._form.parts(events):
             end = SaidPart(reason=part.reason)

@@ -43,7 +43,7 @@ _NOT_HERE = {
     "/v1/chat/completions/control": "answers are not changed while they are written; ask again",
     "/lora-adapters": "adapters stay as they are; start the server with --lora",
 }
-"""What OpenAI's and llama-server's routes say that this server does not offer."""
+"""Error messages for routes of OpenAI and llama-server that this server does not offer."""
 
 
 def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
@@ -158,7 +158,9 @@ def anthropic_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
 
 
 def refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """Return a route that only says why there is none."""
+    """Return a function for a route that is not offered: it refuses every request (400), and says
+    why.
+    """
 
     async def refuse() -> Response:
         raise RequestError(400, why)

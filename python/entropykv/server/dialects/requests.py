@@ -1,4 +1,6 @@
-"""Define the fields common to all requests, and completions, and what they ask to generate."""
+"""Define the fields that all requests have in common, and completions, and translate fields into
+what is generated.
+"""
 
 from __future__ import annotations
 
@@ -191,7 +193,9 @@ class GeneratingRequest(Request, ConstraintFields, SamplerFields):
 
     @abstractmethod
     def most_written(self) -> int | None:
-        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
+        None if it names none.
+        """
 
 
 class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ignore[misc]
@@ -220,11 +224,13 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
     stream_options: StreamOptions = StreamOptions()
 
     def document_name(self) -> str | None:
-        """Return the document that the request names."""
+        """Return the name of the document that the request names; None without one."""
         return self.document
 
     def most_written(self) -> int | None:
-        """Return the most tokens of the answer that the request itself names; see TokenLimit."""
+        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
+        None if it names none.
+        """
         return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
     @property
@@ -233,8 +239,8 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         return self.n * (1 if _is_one(self.prompt) else len(self.prompt))
 
     def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = CompletionWriter) -> Any:
-        """Generate one choice of one prompt; returns what a writer makes of it, or its chunks.
-        Raises RequestError.
+        """Generate one choice of one prompt; returns the answer, or with `stream` an iterator of
+        its chunks, in the form of the writer that `make` returns. Raises RequestError.
         """
         check_passages(self.passages, job)
         (only,) = self._prompts()
@@ -308,7 +314,9 @@ Parted = TypeVar("Parted", bound=GeneratingRequest)
 
 
 def parted(request: Parted, number: int, **others: Any) -> Parted:
-    """Return a request for one choice of a request; `others`: its fields that differ."""
+    """Return a copy of a request that asks for one choice, that with this number; `others`: the
+    fields of the copy that differ.
+    """
     part = request.model_copy(update=others)
     part._choice = number
     return part
@@ -390,7 +398,7 @@ def sampling_of(
         for name in names
     }
     values["seed"] = seed_of(values.get("seed"), request._choice)
-    if "mirostat" not in request.model_fields_set:  # llama-server calls it so.
+    if "mirostat" not in request.model_fields_set:  # Others name it mirostat_mode.
         values["mirostat"] = given(request, model, "mirostat_mode")
     if constraint is not None and request.min_tokens > 0:
         raise RequestError(

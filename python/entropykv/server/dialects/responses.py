@@ -88,7 +88,9 @@ def call_item(call: dict[str, Any]) -> dict[str, Any]:
 def with_end(
     head: dict[str, Any], output: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a response with its output, and the reason why it ended."""
+    """Return a response with its output, and the reason why it ended, in the words of chat
+    completions; `usage`: see usage_of().
+    """
     details = usage.get("completion_tokens_details", {"reasoning_tokens": 0})
     whole = reason != "length"
     return {
@@ -112,7 +114,9 @@ class ResponseWriter:
     """
 
     def __init__(self, head: dict[str, Any], form: AnswerForm) -> None:
-        """Write the answer of a form; `head`: the fields of a response that has just begun."""
+        """Write the answer that `form` describes; `head`: the fields of a response that has just
+        begun.
+        """
         self._head, self._form = head, form
         self._output: list[dict[str, Any]] = []
         """The completed items."""
@@ -287,7 +291,7 @@ class NamedChoice(BaseModel):
 
 
 class ResponsesRequest(Request):
-    """A request for a response."""
+    """A request of /v1/responses."""
 
     other_fields: ClassVar[OtherFields] = _OTHERS
     model: Name | None = None
@@ -316,7 +320,9 @@ class ResponsesRequest(Request):
     )
 
     def document_name(self) -> str | None:
-        """Return the document that the request names, also in an item; raises RequestError."""
+        """Return the name of the document that the request names in its field `document` or in an
+        item; None without one. Raises RequestError.
+        """
         items = self.input if isinstance(self.input, list) else ()
         return document_named(self.document, (item.get("content") for item in items))
 
@@ -325,7 +331,7 @@ class ResponsesRequest(Request):
         return self.chat().call(job, partial(ResponseWriter, self._head(job.model)))
 
     def chat(self) -> ChatRequest:
-        """Return the same request as a chat completion."""
+        """Return the same request as a chat completion; raises RequestError."""
         entries = [{"role": "system", "content": self.instructions}] if self.instructions else []
         entries += _messages(self.input)
         fields: dict[str, Any] = {

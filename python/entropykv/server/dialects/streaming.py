@@ -64,12 +64,13 @@ async def respond(
     ping: bool = False,
     form: type[Events] | None = None,
 ) -> Response:
-    """Return the response of the calls that a request leads to, whole or as a stream.
+    """Return the response to a request, whole or as a stream.
 
-    `calls` returns them once the model is loaded, and its document has been read; there are
-    `n_jobs`. `user`: the conversation of a request without the header X-Session-Id. `joined` joins
-    their results, or their chunks, which are sent in a `form`, by default as OpenAI's events; with
-    `ping`, silent streams get comments, so that they are not closed. Raises RequestError.
+    `calls` is called once the model is loaded and the document has been read; it returns `n_jobs`
+    functions, each of which generates one answer. `joined` joins their answers, or the chunks of
+    these; None: there is one answer. `user`: the conversation of a request without the header
+    X-Session-Id. `form`: how chunks are sent, by default as OpenAI's events. `ping`: silent streams
+    get comments or events, so that nobody closes them. Raises RequestError.
     """
     caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER) or user)
     engine = await models.use(request, model)
@@ -189,7 +190,7 @@ class Events(Response):
     media_type = "text/event-stream"
 
     def __init__(self, chunks: asyncio.Queue[Any], work: asyncio.Task[Any], *, ping: bool) -> None:
-        """Take the queue of the chunks, and the task that fills it."""
+        """Take the queue of the chunks, and the task that fills it; `ping`: see respond()."""
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
@@ -265,7 +266,7 @@ class Lines(Events):
 
 
 class PlainEvents(Events):
-    """Send chunks as events, and nothing in the end unless that is an error, as llama-server's own
+    """Send chunks as events, and at the end only an error if there is one, as llama-server's own
     form has it.
     """
 

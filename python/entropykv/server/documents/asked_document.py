@@ -75,7 +75,8 @@ def is_document_part(part: dict[str, Any]) -> bool:
 
 
 def document_named(field_value: str | None, contents: Iterable[Any]) -> str | None:
-    """Return the document that a request names, in its field `document` or in a part of a message.
+    """Return the name of the document that a request asks about, from its field `document` or from
+    a part of a message; None if it names none.
 
     `contents` are the contents of its messages. Raises RequestError (400) for several documents,
     and for a part that contains a file itself.

@@ -259,8 +259,9 @@ class DocumentLibrary:
     ) -> Removal | None:
         """Record that a reading has ended; `error` is the sentence that says why it failed.
 
-        `goes_on`: whether it was stopped and can go on later, here or at another server. If it was
-        deleted, its files are removed before. Returns its deletion.
+        `goes_on`: whether it was stopped and can go on later, here or at another server. If the
+        document was deleted meanwhile, its files are removed first, and the deletion is returned;
+        otherwise None is.
         """
         path = self.path(reading.id)
         removal = self.readings.end(path, reading, error, goes_on=goes_on)

@@ -188,8 +188,8 @@ class Reading:
     kept: AcceptedText | None = None
     """The file of its text; None before it was written, and after the end."""
     removal: Removal | None = None
-    """The deletion for which the reading was stopped: then nothing of it is kept; None: there is
-    none.
+    """The deletion for which the reading was stopped, so that nothing of the document is kept;
+    None: there is no deletion.
     """
     ended: list[Any] = field(default_factory=list)
     """Functions that are called when it has ended."""
@@ -219,7 +219,9 @@ class Readings:
         self._removals: dict[Path, Removal] = {}
 
     def find(self, path: Path) -> Reading | None:
-        """Return the reading of a document that waits, goes on, or has failed."""
+        """Return the reading of a document, which waits, goes on, or has failed; None if there is
+        none.
+        """
         with self._changed:
             return self._of.get(path)
 
@@ -337,7 +339,9 @@ class Readings:
 
     @contextmanager
     def in_use(self, document: DocumentId, path: Path) -> Iterator[None]:
-        """Keep a document from being deleted; raises RequestError (404) if that has begun."""
+        """Keep a document from being deleted in the `with` block; raises RequestError (404) if its
+        deletion has begun.
+        """
         with ExitStack() as use:
             with self._changed:
                 if self._is_leaving(path):

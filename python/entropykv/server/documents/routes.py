@@ -50,7 +50,7 @@ class FormField:
 
     data: bytes
     filename: str = ""
-    """The name of the file without its folder; empty if it is none."""
+    """The name of the file without its folder; empty if the field is no file."""
 
 
 def is_form(kind: str) -> bool:
@@ -83,7 +83,7 @@ def document_name(fields: Mapping[str, FormField]) -> str:
 
 
 def text_of(field: FormField, name: str) -> str:
-    """Return the text of a field; raises RequestError (400) if it is none."""
+    """Return the text of a field; raises RequestError (400) if its bytes are not UTF-8."""
     try:
         return field.data.decode("utf-8")
     except UnicodeDecodeError:

@@ -24,8 +24,8 @@ CLIENT_GONE = 499
 
 
 async def unless_gone(receive: Receive, coroutine: Coroutine[Any, Any, Any]) -> tuple[bool, Any]:
-    """Await the coroutine; returns whether the client stayed connected, and the
-    coroutine's result.
+    """Await the coroutine, which is cancelled if the client disconnects; returns whether the client
+    stayed connected, and the coroutine's result, or None.
     """
     work = asyncio.ensure_future(coroutine)
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -167,7 +167,7 @@ class Admission:
 
     @contextmanager
     def body(self) -> Iterator[Body]:
-        """Count a request's body until the request ends."""
+        """Yield the Body of a request, whose bytes count until the `with` block ends."""
         body = Body(self)
         try:
             yield body

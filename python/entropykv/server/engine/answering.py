@@ -111,18 +111,18 @@ class Answering:
     n_thought: int | None = None
     """How many of the written tokens are thoughts; None if the model does not think."""
     n_read: int = 0
-    """How many of the prompt's other tokens were read so far."""
+    """How many tokens of the prompt that were not cached were read so far."""
     prompt_seconds: float = 0.0
     """How many seconds reading the prompt has taken."""
     answer_seconds: float = 0.0
     """How long the answer has taken so far."""
     n_drafted: int = 0
     n_accepted: int = 0
-    """How many tokens of the answer were guessed, and how many of those stood."""
+    """How many of the answer's tokens that were guessed (n_drafted) the samplers chose, too."""
     stop: str | None = None
     """The text of the request's stops that has ended the answer."""
     has_enough: bool = False
-    """Whether the client wants nothing behind what was written: its writer says so."""
+    """Whether the answer ends behind what was written; the writer of the answer sets it."""
     tell: Callable[[Any], object] | None = None
     """Sends a chunk of a stream that no event leads to; None: the answer is no stream."""
     n_passages: int = 0
@@ -139,9 +139,10 @@ class Answering:
             session.interrupt()
 
     def document_tokens(self) -> list[int]:
-        """Return the tokens of the document, which is loaded unless it is kept already.
+        """Return the tokens of the document, which is loaded unless it is kept already; none if the
+        job asks about no document.
 
-        Raises RequestError for one that cannot be loaded.
+        Raises RequestError for a document that cannot be loaded.
         """
         asked = self.document
         if asked is None:

@@ -44,8 +44,10 @@ class Moment:
 
 
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
-    """Return the sum over all conversations as SessionStats; `one` are the figures of any
-    session. A full cache is that of the conversations that hold entries now.
+    """Return the sum over all conversations as SessionStats.
+
+    `one`: the figures of any session, which have the settings; `totals`: those of every slot. The
+    figures of a full cache count only conversations that hold entries now.
     """
     with pool.runner.scheduler.between_steps():
         now, counters = pool.stats(), pool.runner.counters()
@@ -81,7 +83,9 @@ class _StoppedError(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """Hold a request that waits or runs."""
+    """Hold one choice of a request, which waits or runs; see Engine.generate() for `call`, `emit`
+    and `note`.
+    """
 
     call: Callable[[Answering], Any]
     emit: Callable[[Any], None] | None
@@ -111,7 +115,7 @@ class Job:
                 self.emit(chunk)
                 self.check()
         finally:
-            if hasattr(result, "close"):  # It gives its conversation back.
+            if hasattr(result, "close"):  # close() gives the conversation back.
                 result.close()
         return None
 
@@ -119,7 +123,8 @@ class Job:
 class Engine:
     """Own a model and its worker threads, which alone use it; requests wait until a worker is free.
 
-    As many requests are answered at a time as the model's pool holds sequences.
+    As many choices are answered at a time as the model's pool holds sequences; one sequence less if
+    documents are read.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class Engine:
         self.slots = [AnswerSlot(number) for number in range(n_slots)]
         """The places in which requests are answered at the same time, one thread each."""
         self.running: dict[AnswerSlot, Answering] = {}
-        """What is answered in each of them."""
+        """What is being answered, for each slot that is busy."""
         self._jobs: dict[AnswerSlot, Job] = {}
         self._running_lock = threading.Lock()
         """Held while `running` and `_jobs` change and while a job is stopped, so that the next job
@@ -240,7 +245,9 @@ class Engine:
         return any(job.caller == caller for job in list(self._jobs.values()))
 
     async def call(self, function: Callable[[LoadedModel], Result]) -> Result:
-        """Call a function with the model, between two requests."""
+        """Call a function with the model in a worker thread, once one is free, and return its
+        result; other workers may answer requests meanwhile.
+        """
         return await asyncio.wrap_future(self._thread.submit(function, self.model))
 
     async def look(self, function: Callable[[LoadedModel], Result]) -> Result:
@@ -257,7 +264,9 @@ class Engine:
             raise
 
     def before_close(self, function: Callable[[LoadedModel], object]) -> None:
-        """Register a function that is called with the model, in its thread, before it is freed."""
+        """Register a function that is called with the model in a worker thread before the model is
+        freed.
+        """
         self._before_close.append(function)
 
     def stop(self) -> None:

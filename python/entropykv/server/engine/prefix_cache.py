@@ -81,7 +81,9 @@ class _Reading:
 
     prompt: _Prompt
     session: Session
-    """Reads it; before its first token, another one may take over."""
+    """The session that reads the prompt; another one may take its place before the first token is
+    read.
+    """
     waiting: list[_WaitingPrompt] = field(default_factory=list)
 
 
@@ -150,8 +152,9 @@ class PrefixCache:
     def _started(
         self, prompt: _Prompt, check: Callable[[], object] | None
     ) -> tuple[_Reading, Callable[[], object]]:
-        """Begin to read a prompt, once it need not wait; the function lets it go on from most of
-        it. From now on, others may wait for what it reads.
+        """Begin to read a prompt, once it need not wait for another one; from now on, others may
+        wait for what it reads. Returns the reading, and a function that lets its session continue
+        from the part of the prompt that was read before.
         """
         asked: set[_Reading] = set()
         while True:
@@ -170,7 +173,7 @@ class PrefixCache:
                     return self._reads(prompt, copy), go_back
 
     def _start(self, prompt: _Prompt) -> tuple[_Reading, Callable[[], object]]:
-        with self._texts.lock:  # The pool might let it go.
+        with self._texts.lock:  # Otherwise the pool might close the session.
             own = self._going_on(prompt)
             if own is not None:
                 self._texts.remove(own)
@@ -336,8 +339,8 @@ class PrefixCache:
     def _worth_waiting_for(
         self, prompt: _Prompt, asked: set[_Reading]
     ) -> tuple[_Reading | None, _WaitingPrompt]:
-        """Return the prompt of which more is being read than any kept text has of this one, if it
-        is not in `asked`.
+        """Return the reading that has more of a prompt than any kept text has, or None, and how the
+        prompt would wait for it. Readings in `asked` do not count: the prompt has waited for them.
         """
         runner, tokens = self._pool.runner, prompt.tokens
         recurrent = runner.factory.context.recurrent
@@ -358,7 +361,7 @@ class PrefixCache:
         _, known = self._nearest(prompt)
         with runner.scheduler.between_steps():
             _, spared = runner.kept_texts.nearest(tokens, prompt.tenant, Demand())
-        piece = runner.config.n_ubatch  # Up to so many tokens of it are read again.
+        piece = runner.config.n_ubatch  # Up to as many tokens of the copy are read again.
         worth = most >= max(known, spared, prompt.n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt
 
@@ -366,7 +369,9 @@ class PrefixCache:
     def _awaited(
         waiting_prompt: _WaitingPrompt, check: Callable[[], object] | None
     ) -> tuple[Session, int] | None:
-        """Wait for a copy; what `check` raises ends it."""
+        """Wait for the copy that a prompt gets, and return it as _WaitingPrompt.copy says; an
+        exception that `check` raises ends the wait.
+        """
         copy = waiting_prompt.copy
         try:
             while not wait([copy], _CHECK_INTERVAL).done:
@@ -407,7 +412,7 @@ class PrefixCache:
         _hand_over(self._ended(session), None)
 
     def _ended(self, session: Session) -> list[_WaitingPrompt]:
-        """Return those that waited for a prompt that is read no further."""
+        """Return the prompts that waited for that of a session, which is read no further."""
         with self._lock:
             reading = self._readings.pop(session, None)
             if reading is None:
@@ -442,7 +447,7 @@ class PrefixCache:
             earlier = [
                 each
                 for each, shared in self._own(conversation.tokens, caller)
-                # It parts from this one within its last thought.
+                # It differs from this one only behind the beginning of its last answer.
                 if 0 < each.answer_place <= shared < len(each.tokens)
             ]
             self._add(conversation)
@@ -468,7 +473,7 @@ class PrefixCache:
         self, caller: Caller, path: Path, session: Session | None = None
     ) -> SavedContents | None:
         """Save a caller's latest conversation to a file, or that of a session; no request can use
-        it meanwhile. Returns None if it is not kept.
+        it meanwhile. Returns what was saved, or None if the conversation is not kept.
 
         Raises SessionFileError.
         """
@@ -528,7 +533,9 @@ class PrefixCache:
         return found
 
     def conversations(self) -> list[tuple[Caller, SessionStats, bool]]:
-        """Return all kept conversations: the caller, its figures, and whether it is in the pool."""
+        """Return, for each kept conversation, its caller, its figures, and whether it holds entries
+        of the pool.
+        """
         with self._lock:
             kept = self._kept
         return [(each.caller, each.session.stats(), each.session.cache.is_live) for each in kept]
@@ -543,10 +550,10 @@ def _place_in(
 ) -> int:
     """Return up to which position a copy of a session saves reading tokens; 0: it does not.
 
-    It is all of them only if the copy ends there, because only then it has logits. `shared`: how
-    many tokens both have in common, if that is known. `is_read`: the session's own prompt is just
-    being read, and was cut as in any reading. With freezing, a text that is truncated equals one
-    that was read from 0 only while nothing of it is frozen.
+    The position is the end of `tokens` only if the copy ends there, because only then it has
+    logits. `shared`: how many tokens both have in common, if that is known. `is_read`: the
+    session's own prompt is just being read, and was cut as in any reading. With freezing, a text
+    that is truncated equals one that was read from 0 only while nothing of it is frozen.
     """
     end = None if is_read and session.config.freezing is None else len(tokens)
     return reuse_of(session.text.held(), tokens, Demand(end=end), shared).position

@@ -41,7 +41,7 @@ class Conversations:
     ) -> None:
         """Make the directory if it does not exist; only its owner can read the conversations.
 
-        `prefix_cache`: holds them between two requests.
+        `prefix_cache`: holds the conversations between two requests.
         """
         self._directory = Path(directory)
         self._max_bytes = max_bytes
@@ -250,7 +250,7 @@ class _Turn:
 
     async def end(self) -> None:
         """Save the conversation if something was read."""
-        # The client has disconnected, but its answer has not ended.
+        # If the client has disconnected, its answer may not have ended yet.
         while self._is_answered():
             await asyncio.sleep(_CHECK_INTERVAL)
         if self._caller.name is not None and tokens_of(self._scope) != (0, 0):

@@ -96,12 +96,11 @@ def create_app(
 
     The shutdown of the app frees the models. app.state.models is the ModelRegistry. For one model,
     app.state.engine is its Engine, which is another one after the model has slept: engine.call()
-    uses the LoadedModel between two requests, and engine.before_close() registers a function for
-    the shutdown (to save sessions, for example).
-    `page`: the initial settings of conversations of the page at /. `viewer_seconds`: after how many
-    seconds a viewer of the cache has to ask again. Two apps share nothing. Raises the errors of
-    a Pool for one model, and SettingsError for a file of keys that cannot be read, and for
-    impossible options of a model.
+    calls a function with the LoadedModel in a worker thread, and engine.before_close() registers a
+    function for the shutdown (to save sessions, for example). `page`: the initial settings of
+    conversations of the page at /. `viewer_seconds`: after how many seconds a viewer of the cache
+    has to ask again. Two apps share nothing. Raises the errors of a Pool for one model, and
+    SettingsError for a file of keys that cannot be read, and for impossible options of a model.
     """
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
@@ -173,7 +172,7 @@ class _AppState(State):
     def engine(self) -> Engine:
         """Return the engine of the only model, which is another one after the model has slept.
 
-        Raises RequestError while it is not in memory.
+        Raises RequestError while the model is not in memory, and AttributeError for several models.
         """
         if not self._has_engine:
             raise AttributeError("an app of several models has no engine; use app.state.models")
@@ -182,8 +181,8 @@ class _AppState(State):
 
 
 def limits_of(model: ModelOptions | ModelCatalog, server: ServerOptions) -> Limits:
-    """Return what requests may take: bodies with images or documents are larger, unless the options
-    say it.
+    """Return the limits of requests: on a server that reads images or documents, bodies may be
+    larger, unless the options say how large.
     """
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
     given = {name: getattr(server, name) for name in _LIMITS}

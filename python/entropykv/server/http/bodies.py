@@ -146,7 +146,7 @@ async def _read(model: type[BaseModel], body: bytes, ignores: bool) -> BaseModel
 def read_body(model: type[BaseModel], body: bytes, *, ignores_unknown: bool = False) -> BaseModel:
     """Parse a JSON body as a model; raises RequestError (400), which names the field.
 
-    `ignores_unknown`: whether fields that the model does not have are left out.
+    `ignores_unknown`: see check_names().
     """
     try:
         value = from_json(body, allow_inf_nan=False)

@@ -4,9 +4,9 @@ A page of evil.example may let its name resolve to 127.0.0.1 (DNS rebinding). Th
 considers the server a part of that page, which may read all answers. But the Host header still says
 evil.example.
 
-Without that, such a page can let a browser send a form or a text to 127.0.0.1 without asking first.
-It cannot read the answer, but it could store documents and use the model. Browsers say where such a
-request comes from; other clients do not send these headers.
+Even without DNS rebinding, such a page can let a browser send a form or a text to 127.0.0.1 without
+asking first. It cannot read the answer, but it could store documents and use the model. Browsers
+say where such a request comes from; other clients do not send these headers.
 """
 
 from __future__ import annotations

@@ -199,7 +199,9 @@ class ErrorForms:
     """Convert the errors of all routes below some paths; others keep OpenAI's form."""
 
     def __init__(self, app: ASGIApp, forms: Mapping[str, Form], root_path: str = "") -> None:
-        """Wrap an app whose errors are in OpenAI's form; `forms` are those of the paths."""
+        """Wrap an app whose errors are in OpenAI's form. `forms`: for paths such as /api, the
+        function that converts an error. `root_path`: the prefix that paths may have behind a proxy.
+        """
         self._app = app
         roots = ("", root_path.rstrip("/"))
         self._forms = {f"{root}{path}": form for path, form in forms.items() for root in roots}

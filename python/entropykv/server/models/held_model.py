@@ -61,7 +61,8 @@ class MemoryEstimate:
 
 
 def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
-    """Estimate from the header of a model's file and its plan, as `entropykv plan` makes it.
+    """Estimate the memory of a model from the header of its file, and from its plan, which
+    `entropykv plan` makes, too.
 
     Raises ModelFileError, UnsupportedModelError, ProfileError, BudgetError, SettingsError.
     """
@@ -183,7 +184,7 @@ class HeldModel:
     estimate: MemoryEstimate | None = None
     """The estimated memory of the loaded model; None if not estimated yet."""
     about: dict[str, Any] | None = None
-    """The description that the routes had when the model was last loaded."""
+    """What describe() of the routes returned when the model was last loaded; None before."""
     users: int = 0
     """How many requests the model answers, or is about to answer."""
     waiting: int = 0
@@ -225,7 +226,9 @@ class HeldModel:
 
 
 def failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return the error for clients after a failed load, without paths of this machine."""
+    """Return the error for clients after `error` while a model was loaded, without paths of this
+    machine.
+    """
     if isinstance(error, RequestError):
         return error
     if not isinstance(error, EntropyKVError):

@@ -20,7 +20,9 @@ from entropykv.session.stats import SessionStats
 from entropykv.thinking.tags import ThinkingOptions
 
 MOST_SEARCHED = 300_000_000_000
-"""The most bytes that may be searched to tokenise a text, times two: about ten seconds."""
+"""The most bytes that ControlTokens.check() may count for a text, twice as many as llama.cpp
+searches to tokenise it: about ten seconds.
+"""
 _SPECIAL = (
     llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
     | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
@@ -30,8 +32,8 @@ _SPECIAL = (
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """Hold the control tokens of a vocabulary, and refuse texts full of them, because tokenising
-    those in llama.cpp cannot be stopped.
+    """Hold the control tokens of a vocabulary, and refuse texts full of them, because llama.cpp
+    takes long to tokenise such texts, and cannot be stopped.
 
     llama.cpp searches for control tokens in the order of their lengths, and splits the text at each
     occurrence. For every piece, it searches for all shorter ones in all of the following text. With
@@ -106,7 +108,7 @@ class LoadedModel:
 
     @property
     def images(self) -> Images | None:
-        """Return what reads images; None without a projector."""
+        """Return the object that reads images; None without a projector."""
         return self.pool.runner.images
 
     @property
@@ -131,7 +133,11 @@ class LoadedModel:
         return ControlTokens.of(self.model)
 
     def tokenize(self, text: str, *, add_bos: bool = False, special: bool = True) -> list[int]:
-        """Return the tokens of a text; raises RequestError if that would take too long."""
+        """Return the tokens of a text; raises RequestError if that would take too long.
+
+        `add_bos`: a BOS token comes first if texts of the model begin with one. `special`: names of
+        control tokens become such tokens.
+        """
         if special:
             self.control_tokens.check(text.encode("utf-8", "replace"))
         begins = add_bos and self.model.adds_bos
@@ -142,7 +148,9 @@ class LoadedModel:
         return self.idle.stats()
 
     def tell_what_is_learnt(self) -> None:
-        """Print once on stderr what was read twice, and what of it is kept."""
+        """Print once on stderr, when a learnt predictor is complete, how many tokens were read
+        twice for it, and whether it is kept.
+        """
         fit = self.pool.runner.second_readings.fit
         if fit is not None and (news := fit.news()) is not None:
             say(news)

@@ -71,7 +71,7 @@ class ModelRegistry:
         autoload: bool = True,
     ) -> None:
         """Create the registry without loading. `open_model` loads a model, `describe` returns what
-        is kept of it.
+        HeldModel.about keeps of it.
 
         `autoload`: whether a request loads the model that it names.
         """
@@ -99,7 +99,7 @@ class ModelRegistry:
 
     @property
     def has_several(self) -> bool:
-        """Tell whether requests must name a model, as with llama-server's router."""
+        """Tell whether the names in requests select a model, as with llama-server's router."""
         return not self.catalog.any_name
 
     def all(self) -> list[HeldModel]:
@@ -160,8 +160,8 @@ class ModelRegistry:
         """Return the engine of a model, which stays in memory until the response was sent.
 
         If necessary, the model is loaded; the request waits as long as its client is connected.
-        Raises RequestError for an unknown model, one that cannot be loaded, too many waiting
-        requests (429), or a timeout (504).
+        Raises RequestError for an unknown model, one that cannot be loaded or that requests must
+        not load, too many waiting requests (429), or a timeout (504).
         """
         held = self.find(name)
         stack = until_answered(request)
@@ -436,7 +436,7 @@ class ModelRegistry:
 
 
 def until_answered(request: Request) -> ExitStack:
-    """Return the contexts that end once the response to a request was sent."""
+    """Return the ExitStack whose contexts end once the response to a request was sent."""
     stack: ExitStack = request.scope[_LEASES]
     return stack
 

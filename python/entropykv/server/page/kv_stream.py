@@ -77,7 +77,7 @@ class Holder:
 
     @classmethod
     def of(cls, name: str, session: Session) -> Holder:
-        """Read the figures of a session, between two steps."""
+        """Read the figures of a session, between two steps; `name` is its id in routes."""
         status, kind = session.cache.pool_status(), session.is_document
         return cls(name, session.name, kind, session.position, status, session.stats())
 
@@ -183,8 +183,8 @@ class Map:
     first: int
     per_column: int
     planes: Sequence[Shares]
-    """The shares that are held, are frozen, and returned since the last picture: (rows,
-    columns).
+    """Three arrays (rows, columns) of the shares of a column's positions that are held, are frozen,
+    and have returned since the last picture: see SessionCache.map().
     """
 
     def to_json(self) -> dict[str, Any]:
@@ -261,8 +261,8 @@ class CacheView:
         return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
 
     def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:
-        """Return the requested conversation, or else the last one shown, or else one that is
-        running.
+        """Return the requested conversation, or None if it is gone; if none was requested, the last
+        one shown, or else the one used last.
         """
         if self._wanted is not None:
             return next((each for each in found if each.id == self._wanted), None)

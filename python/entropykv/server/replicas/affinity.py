@@ -1,8 +1,8 @@
 """Decide which replica answers a request: one that has read the beginning of its text, unless too
 many requests wait there.
 
-Nothing here is of Ray. A request has keys, from its own beginning to what many requests share; the
-first key that a replica is known to hold decides.
+This module does not use Ray. A request has keys, from its own beginning to what many requests
+share; the first key that a replica is known to hold decides.
 """
 
 from __future__ import annotations

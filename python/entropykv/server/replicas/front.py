@@ -73,7 +73,8 @@ class Front:
 
 def front_app(answer: Answer, died: type[Exception], limits: Limits) -> ASGIApp:
     """Return the ASGI app that receives requests, bounds the sizes of their bodies by `limits`, and
-    passes each to a replica by `answer`. `died` is what that raises if the replica has died.
+    passes each to a replica by `answer`. `died`: what the iterator of `answer` raises if the
+    replica has died.
     """
     return Bodies(Front(answer, died), Admission(limits, 0))
 

@@ -94,7 +94,9 @@ class ReplicaOptions:
     None: 2, or as many as it answers at a time if these are more.
     """
     scale_up_seconds: float = 10.0
-    """For how many seconds there must be more requests than that before a replica is started."""
+    """For how many seconds there must be more requests than target_ongoing_requests before a
+    replica is started.
+    """
     scale_down_seconds: float = 600.0
     """For how many seconds fewer replicas must be enough before one is removed."""
     sessions: str | None = None
@@ -168,8 +170,9 @@ def application(
     front: Any = serve.deployment(
         serve.ingress(_front_builder(limits_of(model, server)))(),
         name=NAME,
-        # It computes nothing. There is one, because its router counts the requests of replicas. It
-        # lives on the head node as Ray Serve's proxy does, so that no other node's death stops it.
+        # The front computes nothing. There is one, because its router counts the requests of
+        # replicas. It lives on the head node as Ray Serve's proxy does, so that no other node's
+        # death stops it.
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "resources": {_HEAD_NODE: 0.001}},
         graceful_shutdown_timeout_s=seconds_to_end,
