@@ -19,8 +19,8 @@ SCHEMA = "JSON schema"
 """The kind of a constraint that is JSON of a schema."""
 _ANSWER = "answer"
 _OPTIONS = '%llguidance {"no_forcing": true}'
-"""Options of llguidance: without no_forcing, it would write out at every token what can only
-follow: a constant of 500,000 letters took 3 s at its first token, and 0.3 s at the next ones.
+"""Options of llguidance: without no_forcing, llguidance would write out at every token what can
+only follow: a constant of 500,000 letters took 3 s at its first token, and 0.3 s at the next ones.
 """
 _OPTION = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _QUOTATION = re.compile(r"|\^+|\d+ \|.*")

@@ -540,7 +540,7 @@ def _not_empty(part: Part) -> Part:
                 return Either(())
             more = None if part.most is None else part.most - 1
             one, least = _not_empty(part.part), max(part.least - 1, 0)
-            if _may_be_empty(part.part):  # What is missing may be empty.
+            if _may_be_empty(part.part):  # Missing repetitions may be empty.
                 least = 0
             return Sequence((one, Repeat(one, least, more)))
         case Either():

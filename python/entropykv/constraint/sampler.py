@@ -32,11 +32,11 @@ LIMITS_OF_GRAMMARS = {
 """llguidance's limits of what a constraint may cost, at every token and in memory.
 
 An item is a way in which the text may be meant. What an ambiguous grammar costs grows with the
-square of their number: 500 are 20 ms at one token, and 2,000 would be 300.
+square of their number: 500 items take 20 ms at one token, and 2,000 would take 300 ms.
 """
 LIMITS_OF_SCHEMAS = {**LIMITS_OF_GRAMMARS, "max_items_in_row": 1_200, "step_max_items": 50_000}
-"""The limits of JSON schemas, where an object has four items for every property that may be the
-next one.
+"""The limits of JSON schemas, which allow more items, because an object has four items for every
+property that may be the next one.
 """
 MOST_SECONDS = 1.0
 """The most processor seconds that one token may take. This is the last bound, for constraints that

@@ -27,7 +27,7 @@ MOST_SECONDS = 5.0
 MOST_BYTES = 1 << 30
 """The most memory that compiling one may need, where the system can limit it."""
 _SURELY_CHEAP = 4_096
-"""Characters of a constraint that is compiled at once, without a trial."""
+"""The most characters of a constraint that is compiled at once, without a trial."""
 _COSTLY = ("multipleOf", "patternProperties", "&", "~", "%regex")
 """What may take long even in a short constraint."""
 _POLL = 0.02

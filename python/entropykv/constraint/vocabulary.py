@@ -32,10 +32,14 @@ def token_texts_of(
     control: Sequence[int],
     token_of: Callable[[str], int | None],
 ) -> TokenTexts:
-    """Return the texts of tokens: `ends` end a text, and `control` are no part of any."""
+    """Return the TokenTexts of a vocabulary.
+
+    `texts`: the bytes of every token. `ends`: the tokens that end a text. `control`: tokens that
+    are a part of no text. `token_of`: see TokenTexts.
+    """
     from llguidance import LLTokenizer  # noqa: PLC0415  # Few texts need it.
 
-    if not ends:  # No model samples this one: the text ends where nothing else is allowed.
+    if not ends:  # No model samples this token: the text ends where nothing else is allowed.
         texts, ends = [*texts, b""], [len(texts)]
     tokenizer: Any = _Tokens([*texts], ends[0], [*control])
     return TokenTexts(LLTokenizer(tokenizer, eos_token=[*ends]), token_of, tuple(ends))

@@ -36,8 +36,8 @@ class CallGuard:
 
     @contextmanager
     def call(self, context: BudgetContext) -> Iterator[None]:
-        """Keep the model in the `with` block; raises EntropyKVError if closed, or if another thread
-        calls it.
+        """Keep the model in memory in the `with` block; raises EntropyKVError if the model is
+        closed, or if another thread is within a call.
         """
         if not self.lock.acquire(blocking=False):
             _ = context.session  # Raises if another thread closes it.
@@ -241,7 +241,8 @@ class BudgetContext(internals.LlamaContext):
         self.session.text.truncate(0)
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
-        """Roll back to position p0 if nothing was evicted since; returns whether that was done.
+        """Roll back to position p0 if nothing was evicted since; returns whether the session has p0
+        tokens now.
 
         For a range in the middle it also returns False, and nothing changes.
         """
@@ -257,19 +258,19 @@ class BudgetContext(internals.LlamaContext):
         return True
 
     def kv_cache_seq_cp(self, *_: Any) -> NoReturn:
-        """Raise an error, because a budget holds one sequence."""
+        """Raise SettingsError, because a budget holds one sequence."""
         raise _one_sequence("kv_cache_seq_cp")
 
     def kv_cache_seq_keep(self, *_: Any) -> NoReturn:
-        """Raise an error, because a budget holds one sequence."""
+        """Raise SettingsError, because a budget holds one sequence."""
         raise _one_sequence("kv_cache_seq_keep")
 
     def kv_cache_seq_shift(self, *_: Any) -> NoReturn:
-        """Raise an error, because the session determines positions."""
+        """Raise SettingsError, because the session determines positions."""
         raise _one_sequence("kv_cache_seq_shift")
 
     def decode(self, batch: Any) -> NoReturn:  # noqa: ARG002
-        """Raise an error, because Llama.eval() must read tokens."""
+        """Raise SettingsError, because Llama.eval() must read tokens."""
         raise _one_sequence("decode")
 
 

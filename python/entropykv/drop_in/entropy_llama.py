@@ -195,7 +195,7 @@ class EntropyLlama(llama_cpp.Llama):
     @property
     def model_params(self) -> Any:
         """Return llama.cpp's llama_model_params, with which Llama loads the model."""
-        return self.__dict__["model_params"]  # attach() takes the one of a loaded Llama.
+        return self.__dict__["model_params"]  # After attach(), those of the loaded Llama.
 
     @model_params.setter
     def model_params(self, parameters: Any) -> None:
@@ -362,7 +362,7 @@ class EntropyLlama(llama_cpp.Llama):
         self.close()
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
-        """Keep the model; raises EntropyKVError if it is closed, or if another thread calls it."""
+        """Keep the model in memory in the `with` block: see CallGuard.call()."""
         return self._guard.call(self._ctx)
 
     @property
@@ -378,7 +378,7 @@ class EntropyLlama(llama_cpp.Llama):
 
     @property
     def images(self) -> Images | None:
-        """Return what reads prompts with images; None while no projector is open."""
+        """Return the object that reads images in prompts; None while no projector is open."""
         return self._session.images
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
@@ -530,7 +530,7 @@ class EntropyLlama(llama_cpp.Llama):
     @_as_in_llama
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Sample a token from the logits of a token that was read, by default the last one; see
-        llama_cpp.Llama.sample().
+        llama_cpp.Llama.sample(). Raises EntropyKVError if no token was read.
         """
         given, start = self._given("sample", arguments, options), time.perf_counter()
         with self._alone():
@@ -564,9 +564,10 @@ class EntropyLlama(llama_cpp.Llama):
         return sampling_of(given, self._seed, self.last_n_tokens_size)
 
     def _processors(self, given: Mapping[str, Any]) -> list[Callable[[Logits], object]]:
-        """Return the caller's functions that change logits, and what keeps rows with logits_all.
+        """Return the functions that get the logits before a token is chosen: with logits_all, one
+        that keeps them in `scores`, then the caller's logits_processor.
 
-        They refer to this object weakly, because an answer that was left belongs to it.
+        They refer to this object weakly, because it holds an unfinished answer, which holds them.
         """
         itself = weakref.ref(self)
 
@@ -585,7 +586,7 @@ class EntropyLlama(llama_cpp.Llama):
         return [keep, *changing] if self._logits_all else changing
 
     def _hooks(self, given: Mapping[str, Any]) -> StepHooks:
-        """Return what asks the caller's stopping_criteria before every token."""
+        """Return the StepHooks that ask the caller's stopping_criteria before every token."""
         criteria, itself = given["stopping_criteria"], weakref.ref(self)
         if criteria is None:
             return StepHooks()
@@ -660,7 +661,7 @@ class EntropyLlama(llama_cpp.Llama):
             return 0
         is_about = tokens[: len(document)] == [*document] and not request.prompt_logprobs
         if n_cached < len(document) and is_about:
-            # Otherwise all of its text would be read, as it is if its file is gone.
+            # Otherwise all of the document would be read, as it is if its file is gone.
             with contextlib.suppress(SessionFileError):
                 n_cached = session.files.load(self._document_path).position
         return n_cached
@@ -668,7 +669,7 @@ class EntropyLlama(llama_cpp.Llama):
     @_as_in_llama
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Any, None]:
         """Yield tokens that follow `tokens`, also behind one that ends a text, until the context is
-        full; see llama_cpp.Llama.generate(). Tokens that are sent to it are read next.
+        full; see llama_cpp.Llama.generate(). Tokens that are sent to the generator are read next.
 
         If `tokens` begin with the text that was read, in other tokens, that text is not read again.
         This does not apply with logits_all, because the rows of `scores` belong to `tokens`.
@@ -704,7 +705,7 @@ class EntropyLlama(llama_cpp.Llama):
         If the prompt begins with the text that was read, in other tokens, usage and the limit of
         n_ctx refer to the tokens that were read. `logprobs` need no logits_all. `suffix` is what
         follows the text that is asked for; for a model that was not trained for that, SettingsError
-        is raised.
+        is raised. Raises ContextError for a prompt that is empty, or that fills the context.
         """
         given = self._given("create_completion", arguments, options)
         parts = self._completed(given)
@@ -842,7 +843,7 @@ class EntropyLlama(llama_cpp.Llama):
         return super().create_chat_completion(**given)
 
     def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise an error, because embeddings need no KV cache."""
+        """Raise SettingsError, because embeddings need no KV cache."""
         raise SettingsError(
             "embed() and create_embedding() are not possible inside a KV budget; use "
             "llama_cpp.Llama(embedding=True)"
@@ -868,7 +869,9 @@ class EntropyLlama(llama_cpp.Llama):
         )
 
     def load_state(self, state: LlamaState) -> None:
-        """Load a state that save_state() of an EntropyLlama with this model has returned."""
+        """Load a state that save_state() of an EntropyLlama with this model has returned; raises
+        SessionFileError.
+        """
         self._load(lambda: self._session.files.load_state(state.llama_state))
         if self._logits_all:
             self.scores[: len(state.scores)] = state.scores
@@ -910,8 +913,8 @@ class EntropyLlama(llama_cpp.Llama):
         """Continue from a document that `entropykv read` has written: see question().
 
         Later questions about it do not read its text again, whatever was evicted since: with
-        `checkpoints` they go back to one, and otherwise its file is loaded again. Raises
-        SessionFileError, and leaves the state unchanged.
+        `checkpoints` they go back to one, and otherwise its file is loaded again. Raises the errors
+        of load_session(), and SessionFileError if the document was read with another chat template.
         """
         check_template(self._session.model, document_header(path))
         contents = self.load_session(path)

@@ -32,7 +32,7 @@ class PromptRead:
     n_cached: int
     """How many tokens of the prompt had been read before."""
     seconds: float
-    """How many seconds reading the other tokens of the prompt took."""
+    """How many seconds it took to read the tokens of the prompt that had not been read before."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """The log probabilities of the prompt's tokens, if they were requested."""
 
@@ -47,7 +47,7 @@ class AnswerPiece:
     """The text as it was written, with thoughts and their tags."""
     thought: str = ""
     answer: str = ""
-    """The parts of the text that are a thought, and the answer itself."""
+    """The part of the text that is the answer; `thought` is the part that is a thought."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """The log probabilities of the tokens whose texts begin in `text`, if they were requested."""
     n_thought: int = 0
@@ -137,11 +137,12 @@ class _Answer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors=request.errors)
         self._stops = StopFinder(request.stops)
         self._values: deque[tuple[int, TokenLogprob]] = deque()
-        """The values that were not told yet, each with the byte where its token begins."""
+        """The log probabilities that were not told yet, each with the byte where its token begins.
+        """
         self._n_bytes = 0
         """How many bytes all tokens so far have."""
         self._n_shown = 0
-        """How many bytes of their text were told."""
+        """How many bytes of the text were told."""
         self._n_tokens = 0
 
     @property

@@ -64,8 +64,8 @@ class GenerationRequest:
     None: no log probabilities at all.
     """
     prompt_logprobs: bool = False
-    """Whether the log probabilities of the prompt's tokens are returned, too; then all of it must
-    be read.
+    """Whether the log probabilities of the prompt's tokens are returned, too; then all of the
+    prompt must be read.
     """
     penalizes_prompt: bool = True
     """Whether penalties consider the tokens of the prompt, too."""
@@ -139,7 +139,7 @@ def infill_prompt(
     model: Model, before: Sequence[int], after: Sequence[int], extra: Sequence[int] = ()
 ) -> Prompt | None:
     """Return the prompt of a text between two others, which are tokens, in the form that the model
-    was trained on; None for a model that was not.
+    was trained on; None for a model that was not trained for it.
 
     `extra`: tokens of further texts, which stand before. A BOS token of `before` begins the prompt.
     """
@@ -179,7 +179,7 @@ def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
 
 
 def shown_prompt(model: Model, prompt: Prompt) -> str:
-    """Return the text of a prompt, without a token that only begins it."""
+    """Return the text of a prompt; for one of tokens, without a BOS token at its beginning."""
     if prompt.text:
         return prompt.text
     tokens = [each for each in prompt.tokens if not is_placeholder(each)]

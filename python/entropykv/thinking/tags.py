@@ -20,7 +20,7 @@ MOST_MESSAGE = 4_096
 
 @dataclass(frozen=True)
 class ThinkingOptions:
-    """Hold where thoughts are shown, and how many tokens one may have (-1: no limit).
+    """Hold where thoughts are shown, and how many tokens a thought may have (-1: no limit).
 
     `message` is written when the budget is used up, before the tag that ends the thought.
     """

@@ -103,7 +103,7 @@ def _file_of(part: dict[str, Any], place: str, most: int) -> bytes:
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The field with the text of a content part, by the part's type."""
 _WITH_DOCUMENTS = ("user", "system", "developer")
-"""The roles whose messages can name a document, which stands before all of them."""
+"""The roles whose messages can name a document, which stands before all messages."""
 
 
 class CalledFunction(BaseModel):

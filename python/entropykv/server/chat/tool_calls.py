@@ -104,7 +104,8 @@ class ToolUse:
     def of(
         cls, tools: list[Tool] | None, choice: ToolChoice | None, *, parallel: bool = True
     ) -> ToolUse | None:
-        """Return what a request asks for; None if no tool may be called.
+        """Return the tools of a request, and how the answer may call them; None if it may call
+        none.
 
         Raises RequestError for a choice that is not among the tools, and if a call is required
         without tools.
@@ -124,7 +125,7 @@ class ToolUse:
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Return the tools that may be called."""
+        """Return the tools that may be called: all, or only the one that must be."""
         return [tool for tool in self.tools if self.only in (None, tool.name)]
 
     def definitions(self) -> list[dict[str, Any]]:

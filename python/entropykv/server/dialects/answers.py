@@ -54,7 +54,7 @@ def written(
     def tell(n_read: int) -> None:
         if begin is not None and job.tell is not None:
             progress = {"total": job.n_prompt, "cache": job.n_cached, "processed": n_read}
-            told = {**progress, "time_ms": 1000.0 * job.prompt_seconds}  # llama-server calls it so.
+            told = {**progress, "time_ms": 1000.0 * job.prompt_seconds}  # llama-server's names.
             job.tell({**begin(), "prompt_progress": told})
 
     events = job.answer(
@@ -252,7 +252,7 @@ class SaidPart(NamedTuple):
     calls: Sequence[dict[str, Any]] = ()
     """The calls of tools that were completed, in OpenAI's form."""
     values: Sequence[TokenLogprob] = ()
-    """The log probabilities of its tokens."""
+    """The log probabilities of the part's tokens."""
     reason: str | None = None
     """Why the answer ends here, in OpenAI's words; None: it goes on."""
 

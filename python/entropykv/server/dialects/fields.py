@@ -45,7 +45,7 @@ MOST_MESSAGES = 4_096
 MOST_TOOLS = 128
 """The most tools of a request, and calls of a message, as in OpenAI's API."""
 MOST_LOGPROBS = 100
-"""The most alternatives of a token."""
+"""The most alternatives of a token that a request may ask for, with their log probabilities."""
 MOST_GRAMMAR = 1 << 20
 """The most characters of `grammar`; its complexity is limited by the parser."""
 MOST_SUFFIX = 65_536

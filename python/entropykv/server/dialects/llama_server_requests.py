@@ -209,7 +209,7 @@ MOST_RESPONSE_FIELDS = 64
 MOST_EXTRA = 256
 """The most further texts of /infill."""
 _MARKER = "<__media__>"
-"""Where llama-server's clients put images in a text."""
+"""The text by which llama-server's clients mark where an image stands."""
 _DEFAULTS = Sampling()
 
 

@@ -255,7 +255,7 @@ class Lines(Events):
 
     media_type = "application/x-ndjson"
 
-    def _ping(self) -> str:  # A client of Ollama would read it as a line.
+    def _ping(self) -> str:  # A client of Ollama would read a ping as a line.
         return ""
 
     def _text_of(self, item: Any) -> str:

@@ -41,7 +41,7 @@ async def asked_document(
     if not await run_in_threadpool(kept.hold, document):
         if await run_in_threadpool(kept.status, document) is None:
             raise await run_in_threadpool(_of_another_model, models, kept, document)
-        with engine.admission.jobs_of(1):  # It counts as a request that waits.
+        with engine.admission.jobs_of(1):  # Whoever waits counts as a job.
             await engine.admission.in_time(request, reader.until_ready(document))
         if not await run_in_threadpool(kept.hold, document):
             raise not_there(name)

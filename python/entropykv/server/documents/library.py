@@ -288,7 +288,7 @@ class DocumentLibrary:
                 document = DocumentId(model, user, name)
                 path = self.path(document)
                 if not (partial_of(path).exists() or text_file_of(path).exists()):
-                    continue  # Its header need not be read.
+                    continue  # No header need be read.
                 status = self.status(document)
                 if status is not None and status["status"] == "interrupted":
                     reading = self.resumed(document)

@@ -195,7 +195,7 @@ class Reading:
     """Functions that are called when it has ended."""
 
     def end(self) -> None:
-        """Release the memory of the text, and tell those who asked for it."""
+        """Release the memory of the text, and call the functions in `ended`."""
         self.text = ""
         for function in self.ended:
             function()
@@ -208,7 +208,7 @@ class Readings:
     """
 
     def __init__(self, files: DocumentFolder) -> None:
-        """`files` counts who uses a document."""
+        """Start without readings; `files` counts who uses a document."""
         self._files = files
         self._changed = threading.Condition()
         """The lock of this condition is held for changes of the tables and the removal of a text's
@@ -248,7 +248,8 @@ class Readings:
         """Add a reading, which accept() will queue; returns False if the same document waits or is
         being read already.
 
-        Raises RequestError for one of another text (409), and if too many wait (429).
+        Raises RequestError if the document that waits or is being read has another text (409), and
+        if too many wait (429).
         """
         with self._changed:
             former = self._of.get(path)
@@ -365,7 +366,7 @@ class Readings:
             is_known = reading is not None
             if reading is None or reading.status == "failed":
                 is_known |= self._removes_left_text(document, path)
-            elif reading.kept is None:  # A request is sending it right now.
+            elif reading.kept is None:  # A request is just writing its text to the disk.
                 raise in_use(document.name)
             else:
                 _let_go(reading, goes_on=False)

@@ -55,7 +55,9 @@ def check_shared(place: str, mark: str) -> None:
 
 @contextmanager
 def _written(folder: Path, name: str) -> Iterator[None]:
-    """Write a locked file, and remove those of processes that were killed."""
+    """Write the mark as a locked file while the block runs; marks of processes that were killed are
+    removed.
+    """
     try:
         make_folder(folder)
         remove_unlocked(folder, f"{_MARK}*")

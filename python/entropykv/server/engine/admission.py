@@ -117,7 +117,10 @@ class Admission:
 
     @contextmanager
     def jobs_of(self, n_jobs: int) -> Iterator[None]:
-        """Count a request's jobs until it ends; raises RequestError (429) if too many wait."""
+        """Count a request's jobs in the `with` block.
+
+        Raises RequestError (429) if more than --max-waiting would wait.
+        """
         self.check_waiting(self.jobs + n_jobs - self._n_slots)
         self.jobs += n_jobs
         try:

@@ -133,7 +133,7 @@ class Answering:
     _began: float = 0.0
 
     def interrupt(self) -> None:
-        """Cancel waiting tokens, in whatever thread they wait."""
+        """Cancel a decode of the job that waits for its turn: see Session.interrupt()."""
         session = self._session
         if session is not None:
             session.interrupt()

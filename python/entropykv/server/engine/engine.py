@@ -199,7 +199,7 @@ class Engine:
 
     @property
     def n_slots(self) -> int:
-        """Return how many requests are answered at a time."""
+        """Return how many choices are answered at a time."""
         return len(self.slots)
 
     async def generate(
@@ -341,7 +341,7 @@ class Engine:
                 raise shutting_down() from None
         # An error of any kind must not affect the next request.
         except Exception as error:
-            # The job's decode was interrupted.
+            # The error may be that of a decode that was interrupted to stop the job.
             if job.stop.is_set():
                 outcome = "stopped"
                 if self._closing:

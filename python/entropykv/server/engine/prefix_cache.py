@@ -134,13 +134,14 @@ class PrefixCache:
         begins with the text of some tokens, possibly in other tokens. If another prompt with the
         same beginning is just being read, this one waits for the common part, and calls `check`
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
-        `reads_question`: see Demand; then it waits for no other prompt, either.
+        `reads_question`: see Demand; then it waits for no other prompt, either. Raises the errors
+        of open_document().
         """
         n_document = 0 if document is None else len(self.open_document(document, caller))
         text, tenant = array("i", tokens), self._tenant(caller)
         prompt = _Prompt(text, caller, tenant, continues, document, n_document, reads_question)
         reading, go_on = self._started(prompt, check)
-        try:  # This may take long, but no other prompt waits for it.
+        try:  # go_on() may take long, but no other prompt waits for it.
             go_on()
         except BaseException:
             self.gives_up(reading.session)
@@ -187,8 +188,9 @@ class PrefixCache:
     def _go_on_from_others(
         self, reading: _Reading, near: _Conversation | None, spared: int
     ) -> None:
-        """Let a new session go on from the checkpoint that saves most reading, or a copy of the
-        conversation that does take its place.
+        """Let a new session go on from the checkpoint that saves most reading; or replace it by a
+        copy of the prompt's document, or of the conversation `near`, whose copy would save `spared`
+        tokens.
         """
         prompt, own = reading.prompt, reading.session
         beyond = max(spared, LEAST_SPARED) - 1
@@ -245,7 +247,9 @@ class PrefixCache:
         return best
 
     def _own(self, tokens: array[int], caller: Caller) -> list[tuple[_Conversation, int]]:
-        """Return a caller's conversations that begin as `tokens` do, and how many both share."""
+        """Return a caller's conversations that begin as `tokens` do, each with the number of tokens
+        that they have in common.
+        """
         found = self._texts.longest_first(_Conversation, tokens, self._tenant(caller))
         return [each for each in found if each[0].caller == caller and each[0].document is None]
 
@@ -264,7 +268,7 @@ class PrefixCache:
         If there is no room for a copy, it may be the caller's own conversation itself.
         """
         with self._lock:
-            # Another request has taken it meanwhile, or the pool has let it go.
+            # Another request may have taken the conversation, or the pool may have closed it.
             if near is None or not self._texts.remove(near):
                 return None
             try:
@@ -346,7 +350,7 @@ class PrefixCache:
         recurrent = runner.factory.context.recurrent
 
         def saved(reader: _Reading, shared: int) -> int:
-            # Text after the position where both differ can be cut only if nothing was evicted.
+            # Text behind the place where both texts differ can be cut only if nothing was evicted.
             session = reader.session
             drops = recurrent or session.cache.evicted > 0
             can_be = shared >= session.position or not drops
@@ -361,7 +365,7 @@ class PrefixCache:
         _, known = self._nearest(prompt)
         with runner.scheduler.between_steps():
             _, spared = runner.kept_texts.nearest(tokens, prompt.tenant, Demand())
-        piece = runner.config.n_ubatch  # Up to as many tokens of the copy are read again.
+        piece = runner.config.n_ubatch  # Up to a micro-batch of the common tokens is read again.
         worth = most >= max(known, spared, prompt.n_document) + max(_WORTH_WAITING, piece)
         return (reader if worth else None), waiting_prompt
 
@@ -573,7 +577,7 @@ def _copy_for(session: Session, tokens: array[int]) -> tuple[Session, int] | Non
 
 
 def _hand_over(waiting: list[_WaitingPrompt], session: Session | None) -> None:
-    """Give prompts that wait copies of what a session has read; without it, they get none."""
+    """Give prompts that wait copies of what a session has read; without a session, None."""
     while waiting:
         each = waiting.pop(0)
         if each.copy.set_running_or_notify_cancel():

@@ -65,7 +65,7 @@ _DESCRIPTION = (
 
 
 class _Tokenize(TokenizeInputRequest):
-    """A text, and the name of a model with a maximum length."""
+    """A text that is tokenised, and the name of the model."""
 
     model: Name | None = None
 

@@ -147,7 +147,7 @@ def invalid_within(place: str, error: ValidationError) -> RequestError:
 
 
 class ErrorDetails(BaseModel):
-    """Details of an error."""
+    """The details of an error, in OpenAI's form."""
 
     message: str
     type: str

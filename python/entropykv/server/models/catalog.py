@@ -38,7 +38,9 @@ class ServedModel:
         *,
         load_on_startup: bool = False,
     ) -> ServedModel:
-        """Return a model whose options have the same name; raises SettingsError."""
+        """Return a model whose options have the same name; raises SettingsError for an impossible
+        name or alias.
+        """
         for each in (name, *aliases):
             if not 0 < len(each) <= MOST_NAME or not each.isprintable():
                 raise SettingsError(
@@ -95,7 +97,11 @@ class ModelCatalog:
 
     @classmethod
     def of_several(cls, models: Sequence[ServedModel], default: str | None = None) -> ModelCatalog:
-        """Return the catalog of a server whose requests select a model by name."""
+        """Return the catalog of a server whose requests select a model by name.
+
+        `default`: the model for requests that name none; None: the only model, if there is just
+        one.
+        """
         only = models[0].name if len(models) == 1 else None
         return cls(tuple(models), default or only)
 

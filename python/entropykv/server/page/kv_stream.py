@@ -288,7 +288,9 @@ class HeldTokens:
     """True if its conversation is swapped out, so that no KV head is counted."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON; the text of a character that has several tokens is at the last of them."""
+        """Return JSON for the page; a character of several tokens is in the text of the last of
+        them.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
         return {

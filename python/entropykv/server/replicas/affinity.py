@@ -49,9 +49,10 @@ def affinity_of(
 ) -> Affinity:
     """Return the affinity of a request.
 
-    `user` is the API key or empty: texts of different users are not compared. A body that is no
-    request has no keys, and is refused by the replica that gets it. `path` is that of the URL, and
-    `kind` the content type: one replica reads a document, says how far it is, and deletes it.
+    `user` is the header Authorization, with the API key, or empty: texts of different users are not
+    compared. A body that is no request has no keys, and is refused by the replica that gets it.
+    `path` is that of the URL, and `kind` the content type: one replica reads a document, says how
+    far it is, and deletes it.
     """
     if (routes := _DOCUMENTS.fullmatch(path)) is not None:
         return _of_document(user, routes[1] or _sent_name(body, kind))

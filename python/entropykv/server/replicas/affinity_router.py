@@ -31,7 +31,7 @@ class AffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the only replica that may have the request."""
+        """Return the replica that the request goes to, alone; without a request, all candidates."""
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
         if not by_name or pending_request is None:
             return [candidate_replicas]

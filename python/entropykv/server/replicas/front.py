@@ -35,7 +35,9 @@ class Front:
     """Pass requests to replicas (ASGI app)."""
 
     def __init__(self, answer: Answer, died: type[Exception]) -> None:
-        """`died`: what the iterator of `answer` raises if a replica has died."""
+        """Pass requests to replicas by `answer`; `died`: what its iterator raises if a replica has
+        died.
+        """
         self._answer = answer
         self._died = died
 

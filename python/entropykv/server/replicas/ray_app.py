@@ -78,7 +78,9 @@ _ANSWER_SECONDS = 600
 have no limit of their own. Ray Serve's default of 20 would break off a slow answer.
 """
 _ENDING_SECONDS = 20
-"""How many seconds replicas may take to end after the time that running requests have then."""
+"""How many seconds replicas may take to end, after the seconds that running requests have
+(drain_seconds).
+"""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class ReplicaOptions:
     """How many CPUs Ray reserves for a replica."""
 
     def __post_init__(self) -> None:
-        """Check every number."""
+        """Raise SettingsError for an impossible number."""
         if self.replicas < 1:
             raise SettingsError(f"{self.replicas} replicas are too few; give 1 or more")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -136,7 +138,7 @@ def application(
     sessions = options.sessions
     if sessions is None:
         raise SettingsError("replicas share a directory of sessions; give its path (sessions)")
-    # Ray kills what has not ended by then.
+    # Ray kills replicas that have not ended within this time.
     seconds_to_end = max(
         server.request_seconds or _ANSWER_SECONDS, server.drain_seconds + _ENDING_SECONDS
     )
