@@ -567,7 +567,8 @@ class EntropyLlama(llama_cpp.Llama):
         """Return the functions that get the logits before a token is chosen: with logits_all, one
         that keeps them in `scores`, then the caller's logits_processor.
 
-        They refer to this object weakly, because it holds an unfinished answer, which holds them.
+        The functions refer to this object weakly, because it holds an unfinished answer, which
+        holds the functions.
         """
         itself = weakref.ref(self)
 
@@ -756,8 +757,8 @@ class EntropyLlama(llama_cpp.Llama):
 
     def _tokens_of(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
         """Return the tokens of a prompt; if it is a text, with the tokens that texts of the model
-        begin and end with. With a `suffix`, the prompt to write what stands between both. Raises
-        SettingsError and ContextError.
+        begin and end with. With a `suffix`, they are the prompt for what stands between the prompt
+        and the suffix. Raises SettingsError and ContextError.
         """
         model, is_text = self._model, isinstance(prompt, str)
         if isinstance(prompt, str):
