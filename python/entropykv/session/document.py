@@ -6,7 +6,7 @@ user if the model has a chat template, after the text and a line break.
 
 While a document is read, its file does not exist. Beside it are `FILE.partial`, the session so far,
 from which reading continues after a crash, and `FILE.lock`, which the reading process has locked.
-What a process leaves that is killed while it saves is removed by the next one that has the lock.
+If a process is killed while it saves, the next one that has the lock removes what it has left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ MOST_TEXT_BYTES = 8 << 20
 """The longest text of a document, in bytes of UTF-8: about two million tokens of English."""
 MOST_NAMES = 256
 _SAVE_SHARE = 20
-"""Reading takes at least this many times as long as saving it on the way."""
+"""Progress is saved only after reading has taken at least this many times as long as the
+last save.
+"""
 
 
 def read_document(
@@ -115,12 +117,14 @@ def _lock_of(path: Path) -> Path:
 
 
 def is_being_read(path: Path) -> bool:
-    """Tell whether a process is reading a document into a file, as its lock says."""
+    """Tell whether a process is reading a document into a file: whether one holds its lock."""
     return is_locked(_lock_of(path))
 
 
 def remove_partial(path: Path) -> None:
-    """Remove what is left of an interrupted reading; raises SessionFileError if it goes on."""
+    """Remove the partial file of an interrupted reading; raises SessionFileError if a process is
+    still reading.
+    """
     with _locked(path):
         _remove_left_overs(path)
         with contextlib.suppress(FileNotFoundError):
@@ -128,7 +132,9 @@ def remove_partial(path: Path) -> None:
 
 
 def _remove_left_overs(path: Path) -> None:
-    """Remove what processes have left that were killed while they saved; the lock is held."""
+    """Remove the temporary files of processes that were killed while they saved. The caller holds
+    the lock.
+    """
     for target in (path, partial_of(path)):
         remove_left_overs(target)
 
@@ -163,7 +169,7 @@ def _continue_from(
     session: Session, partial: Path, note: DocumentNote, tokens: Sequence[int]
 ) -> None:
     """Load a partial file if it holds the beginning of the same document."""
-    with contextlib.suppress(SessionFileError):  # Read from the start what does not fit.
+    with contextlib.suppress(SessionFileError):  # If it does not fit, read all.
         with open_session(partial) as reader:
             if reader.contents.document != note or reader.settings != session.files.settings:
                 return
@@ -193,13 +199,13 @@ class _Steps:
         """How long it took to save the last time."""
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read those of all tokens that are missing."""
+        """Read the tokens that were not read yet; `tokens`: all tokens of the document."""
         self._report()
         session = self._session
         rest = tokens[session.position :]
         if not rest:
             return
-        # In a pool, nobody waits for a whole document.
+        # With gives_way, other sessions of a pool need not wait until the whole document is read.
         steps = session.reader.read(rest, False, writes=False, gives_way=True)
         for _ in steps:
             self._save_if_due()
@@ -243,7 +249,7 @@ def _locked(path: Path) -> Iterator[None]:
                     "another path"
                 )
             if not is_at(name, descriptor):
-                os.close(descriptor)  # Its last owner removed it before we had the lock.
+                os.close(descriptor)  # Its owner removed the file just before we locked it.
                 descriptor = -1
     except OSError as error:
         raise SessionFileError(

@@ -4,9 +4,9 @@ A process that uses a document holds a shared lock on its file, and only a proce
 exclusive lock removes it. So a document in use stays, whichever process uses it.
 
 The documents themselves may be in object storage. Then the directory has copies of those that this
-machine uses, each with a small file that says which version it is a copy of. It also says which
-file is that copy: processes that fetch a document while it is replaced may leave the copy of one
-with the small file of another, and such a copy is fetched again.
+machine uses, each with a small file that says which version it is a copy of. It also identifies the
+copy itself: if several processes fetch a document while it is being replaced, the copy of one
+version may end up beside the small file of another, and then it is fetched again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PARTIAL = ".partial"
 TEXT = ".text"
 """The ending of a text that a server has accepted and not read yet."""
 _LOCK_ATTEMPTS, _LOCK_INTERVAL = 50, 0.02
-"""How often, and after how many seconds, a file is tried that another process is about to
-remove.
+"""How often locking a file is tried that another process is about to remove, and the seconds
+between two attempts.
 """
 
 _ORIGIN = ".origin"
@@ -44,7 +44,7 @@ _ORIGIN = ".origin"
 
 @dataclass
 class _Use:
-    """Count who uses a document in this process; the process has one lock for all of them."""
+    """Count the uses of a document in this process, which has one lock for all of them."""
 
     count: int = 0
     descriptor: int = -1
@@ -59,9 +59,9 @@ class DocumentFolder:
     ) -> None:
         """Make the directory if it does not exist; only its owner can read it.
 
-        `limit_bytes`: the most bytes of all complete documents in it, and of the texts that wait;
-        None: no limit. `storage`:
-        where the documents are, if not in the directory. Raises OSError.
+        `limit_bytes`: the most bytes of all complete documents in the directory, and of the texts
+        that wait to be read; None: no limit. `storage`: the object storage that has the documents;
+        None: they are only in the directory. Raises OSError.
         """
         self.directory = directory
         self._limit_bytes = limit_bytes
@@ -73,7 +73,7 @@ class DocumentFolder:
     def names(self, folder: Path) -> list[str]:
         """Return the names of the files in a folder.
 
-        Raises StorageError if the storage does not answer, as the other methods do.
+        Raises StorageError if the object storage does not answer; so do the other methods.
         """
         names = []
         with suppress(OSError):
@@ -84,7 +84,9 @@ class DocumentFolder:
         return [*not_stored, *self._storage.names(self._key(folder))]
 
     def stamp(self, path: Path) -> FileStamp | None:
-        """Return what distinguishes two versions of a document; None if there is none."""
+        """Return a stamp that differs between two versions of a document; None if there is no
+        document.
+        """
         return stamp_of(path) if self._storage is None else self._storage.stamp(self._key(path))
 
     @contextmanager
@@ -95,8 +97,8 @@ class DocumentFolder:
             yield reader
 
     def keep(self, path: Path) -> None:
-        """Keep a document that was written: copy it to the storage, if there is one, and remove
-        the least recently used documents in the directory beyond the limit, but none in use.
+        """Keep a document that was written: copy it to the storage, if there is one, and remove the
+        least recently used documents while all exceed the limit, but none in use.
 
         Raises SessionFileError if the document alone is larger than the limit, after removing it.
         If it cannot be stored, it becomes a partial file, whose reading can go on.
@@ -106,12 +108,13 @@ class DocumentFolder:
             return
         key = self._key(path)
         try:
-            # While it is locked, no process takes it for a copy of a document that was removed.
+            # Without a lock, another process could take it for a copy of a document that was
+            # removed from the storage, and remove it.
             with _locked_for_reading(path):
                 copy = stamp_of(path)
                 self._storage.store(path, key)
                 stamp = self._storage.stamp(key)
-                # Another machine may have replaced it between the two.
+                # Another machine may have replaced the document between store() and stamp().
                 if self._storage.ends_as(key, path):
                     self._note_origin(path, stamp, copy)
         except StorageError:
@@ -119,15 +122,15 @@ class DocumentFolder:
             raise
 
     def fetch(self, path: Path) -> bool:
-        """Make sure that the directory has the document as it is now; returns False if there is
-        none.
+        """Make sure that the directory has the current version of a document; returns False if
+        there is no such document.
         """
         if self._storage is None:
             return path.exists()
         key = self._key(path)
         stamp = self._storage.stamp(key)
         if stamp is None:
-            with suppress(OSError):  # It was removed from another machine.
+            with suppress(OSError):  # Another machine has removed the document.
                 _removed(path)
             return False
         copy = stamp_of(path)
@@ -158,8 +161,8 @@ class DocumentFolder:
 
     @contextmanager
     def in_use(self, path: Path) -> Iterator[None]:
-        """Count a use of a document, which then does not make room for others; hold() also keeps it
-        from being removed.
+        """Count a use of a document in the `with` block: this process does not remove it to make
+        room for others. After hold(), no other process removes it either.
         """
         with self._lock:
             use = self._uses.setdefault(path, _Use())
@@ -211,7 +214,8 @@ class DocumentFolder:
     def remove(self, path: Path) -> bool:
         """Remove a document, if there is one; returns False if a process of this machine holds it.
 
-        A process that waits for a document of this name does not hold it. Raises OSError.
+        A document is held by a process that has called hold(), not by one that only waits for it.
+        Raises OSError.
         """
         with self._lock:
             use = self._uses.get(path)
@@ -224,7 +228,8 @@ class DocumentFolder:
     def make_room_for_text(self, path: Path, n_bytes: int) -> None:
         """Remove the least recently used documents for a text that will be read into `path`.
 
-        Raises SessionFileError if the limit is less than what the texts take that wait.
+        `n_bytes`: the size of the text. Raises SessionFileError if this text and those that wait
+        exceed the limit alone.
         """
         limit = self._limit_bytes
         if limit is None:
@@ -252,7 +257,9 @@ class DocumentFolder:
         self._drop_beyond(self._limit_bytes - self._bytes_of_texts(newest), newest)
 
     def _bytes_of_texts(self, without: Path) -> int:
-        """Return the bytes of all texts that wait, but for the one that is read into a path."""
+        """Return the bytes of all texts that wait to be read, without the one that will be read
+        into `without`.
+        """
         total = 0
         for path in self.directory.rglob(f"*{SUFFIX}{TEXT}"):
             with suppress(OSError):
@@ -260,8 +267,8 @@ class DocumentFolder:
         return total
 
     def _drop_beyond(self, limit_bytes: int, newest: Path) -> None:
-        """Remove the least recently used documents beyond a limit, but none in use, nor
-        `newest`.
+        """Remove the least recently used documents until all take at most `limit_bytes`, but none
+        in use, and not `newest`.
         """
         files = []
         for path in self.directory.rglob(f"*{SUFFIX}"):
@@ -292,8 +299,8 @@ def folder_of(place: str | os.PathLike[str], limit_bytes: int | None) -> Documen
 def local_document(place: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the file of a document on the disk: its own, or the copy of one in object storage.
 
-    A copy stays where it is while the block runs. Raises SessionFileError if there is none, and the
-    errors of folder_of().
+    A copy stays where it is while the block runs. Raises SessionFileError if there is no such
+    document, and the errors of folder_of().
     """
     if not is_address(place):
         yield Path(place)
@@ -343,12 +350,16 @@ def _origin(path: Path) -> Path:
 
 
 def _origin_text(stamp: FileStamp | None, copy: FileStamp | None) -> str:
-    """Say that the file with the stamp `copy` is a copy of the version with the other stamp."""
+    """Return the text for the small file beside a copy: the file with the stamp `copy` is a copy of
+    the version with the stamp `stamp`.
+    """
     return f"{stamp} {copy}"
 
 
 def last_use(path: Path) -> float | None:
-    """Return when a document was written or used last, in seconds; None if there is none."""
+    """Return when a document was written or used last, in seconds since 1970; None if there is no
+    such file.
+    """
     try:
         status = path.stat()
     except OSError:
@@ -357,11 +368,12 @@ def last_use(path: Path) -> float | None:
 
 
 def note_use(path: Path) -> None:
-    """Record the time of a use in the file itself, for all processes that share it."""
+    """Record that a document is used now, as a time stamp of its file, which all processes see."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
         try:
-            # Another process may replace the document, whose new file must keep its time.
+            # The times are set through the descriptor: another process may have put a new file in
+            # its place, whose times must stay.
             changed_ns = os.fstat(descriptor).st_mtime_ns
             system.set_times(path, descriptor, used_ns=time.time_ns(), changed_ns=changed_ns)
         finally:
@@ -369,8 +381,8 @@ def note_use(path: Path) -> None:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a document's file that no process has locked, and what says of what it is a copy;
-    returns False if one has. Raises OSError.
+    """Remove the file of a document, and the small file that says of what it is a copy. Returns
+    False if a process has locked the document. Raises OSError.
     """
     while True:
         try:
@@ -384,7 +396,7 @@ def _removed(path: Path) -> bool:
             os.close(descriptor)
             continue
         if not system.remove_and_close(path, descriptor):
-            path.unlink(missing_ok=True)  # Raises the reason.
+            path.unlink(missing_ok=True)  # If this fails, its OSError says why.
         break
     _origin(path).unlink(missing_ok=True)
     return True
@@ -392,7 +404,7 @@ def _removed(path: Path) -> bool:
 
 @contextmanager
 def _locked_for_reading(path: Path) -> Iterator[None]:
-    """Keep a file from being removed by _removed()."""
+    """Hold a shared lock on a file in the `with` block, so that _removed() does not remove it."""
     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
     try:
         lock_if_possible(descriptor, shared=True)

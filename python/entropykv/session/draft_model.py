@@ -1,8 +1,9 @@
 """Let a small model with the same vocabulary draft for the sequences of another model.
 
-The small model has a pool (or one sequence) with a KV budget of its own. Before a step, its
-sequence follows the text: it goes back to what both have in common, reads what came since, and
-writes drafts greedily, as long as it is sure of them.
+The small model has a pool (or one sequence) with a KV budget of its own. Before a step, the small
+model's sequence follows the text of the large model: it goes back to the common beginning of the
+two, reads the tokens after it, and writes drafts greedily, as long as their probability is high
+enough.
 """
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ _CATCH_UP = 512
 drafts, so that no token waits for a long prompt.
 """
 _MOST_MORE_TOKENS = 128
-"""By how many tokens the sizes of vocabularies may differ, because of padding, as in llama.cpp."""
+"""By how many tokens the sizes of the two vocabularies may differ, because of padding; the limit is
+that of llama.cpp.
+"""
 _FIRST_COMPARED = 5
-"""Tokens before it are special ones, which are compared by their role, as in llama.cpp."""
+"""The first token whose text is compared. Tokens with smaller numbers are special ones, which are
+compared by their role, as in llama.cpp.
+"""
 _POLICY = "fast"
 """The policy of the small model, which reads every text once and needs no profile."""
 
@@ -42,11 +47,11 @@ class DraftModel:
     """Hold a small model, and a sequence of it for every sequence that it drafts for."""
 
     def __init__(self, path: str | os.PathLike[str], options: CacheOptions, target: Model) -> None:
-        """Load the model; raises SettingsError if its vocabulary differs from the target's, and
-        the errors of a Session.
+        """Load the model; raises SettingsError if its vocabulary differs from the target's, and the
+        errors of a Session.
 
-        `options` are those of the target, with its n_ctx: threads and the number of sequences are
-        the same, the budget is options.draft_kv_budget.
+        `options`: those of the target, with the resolved n_ctx. The small model takes over threads
+        and the number of sequences; its budget is options.draft_kv_budget.
         """
         self._p_min = options.draft_p_min
         self._runner = ModelRunner(path, _options_for(options))
@@ -62,7 +67,7 @@ class DraftModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of its KV budget."""
+        """Return the bytes of the KV budget of the small model."""
         core = self._runner.shared.core
         if core is not None:
             return core.budget_bytes
@@ -104,7 +109,7 @@ def _options_for(options: CacheOptions) -> CacheOptions:
 
 
 class ModelDrafter:
-    """Draft for one text with a sequence of the small model."""
+    """Draft for one text of the large model with a sequence of the small one."""
 
     _DECAY = 0.9
 
@@ -119,19 +124,19 @@ class ModelDrafter:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of its tokens and logits."""
+        """Return the bytes of the tokens and logits of the small model's sequence."""
         return self._slot.text.n_bytes
 
     @property
     def seconds_each(self) -> float:
-        """Return what a draft took lately; 0.0 before the first one."""
+        """Return the seconds that one draft took on average lately; 0.0 before the first one."""
         return self._seconds / self._drafts if self._drafts else 0.0
 
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
         """Return what the small model would write: see Drafter.
 
-        Nothing, while it still reads a long text, and where its context ends or its pool has no
-        room.
+        Returns no drafts while the small model still reads a long text, where its context ends, and
+        where its pool has no room.
         """
         if most < 1 or any(map(is_placeholder, tokens[self._slot.text.position :].tolist())):
             return [], Evidence(0)  # The small model sees no images.
@@ -146,13 +151,14 @@ class ModelDrafter:
         self._runner.remove_slot_later(self._slot)
 
     def _follow(self, tokens: Tokens) -> Logits | None:
-        """Read the text as far as it is not read; returns the logits behind it, or None if some of
-        it is left.
+        """Read the part of a text that was not read yet; returns the logits after the last token,
+        or None if some of the text is left to read.
         """
         slot = self._slot
         if slot.broken:
             self._text.truncate(0)
-        # The last token is read again, if need be, because the logits behind it are needed.
+        # If both texts are equal, the last token is read again, because the logits after it are
+        # needed.
         common = common_prefix(slot.text.tokens, array("i", tokens.tobytes()))
         common = min(common, len(tokens) - 1)
         if common < slot.text.position:
@@ -162,7 +168,9 @@ class ModelDrafter:
         return logits if len(rest) <= _CATCH_UP else None
 
     def _go_back(self, position: int) -> None:
-        """Truncate; where the store cannot, begin again."""
+        """Truncate the small model's sequence to a position, or to 0 where its store cannot do
+        that.
+        """
         try:
             self._text.truncate(position)
         except ContextError:
@@ -173,7 +181,9 @@ class ModelDrafter:
         return None if logits is None else logits[-1]
 
     def _write(self, logits: Logits, most: int) -> tuple[list[int], Evidence]:
-        """Write up to `most` drafts; their evidence is the probability of the first, in 32nds."""
+        """Write up to `most` drafts; as evidence, it returns the probability of the first draft, in
+        32nds.
+        """
         start = time.perf_counter()
         drafts: list[int] = []
         agreed = 0
@@ -196,10 +206,10 @@ class ModelDrafter:
 
 
 def check_vocabulary(draft: Model, target: Model) -> None:
-    """Raise SettingsError unless both models have the same tokens, as far as llama.cpp asks for it.
+    """Raise SettingsError unless both models have the same tokens, as far as llama.cpp requires it.
 
-    Compared are the kind of vocabulary, the tokens that begin and end texts, the sizes, and the
-    texts of the tokens that both have.
+    It compares the kind of vocabulary, the tokens that begin and end texts, the sizes, and the
+    texts of the tokens that exist in both.
     """
     with draft.in_use(), target.in_use():
         what = _difference(draft, target)

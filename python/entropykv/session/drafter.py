@@ -1,4 +1,5 @@
-"""What guesses the next tokens of a text (a drafter), and what speaks for its guesses.
+"""Guess the next tokens of a text, and say how well such guesses have worked: drafters and their
+evidence.
 
 Drafts come from the text itself (NgramDrafter), from a small model (draft_model.py), or from a
 function of the user (FunctionDrafter).
@@ -18,37 +19,43 @@ Tokens = npt.NDArray[np.int32]
 LONGEST_MATCH = 32
 """The most tokens before two positions of a text that are compared."""
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
-"""From so many agreeing tokens on, a draft belongs to the next group."""
+"""Groups of drafts by evidence: drafts with at least this many agreeing tokens before them belong
+to the next group.
+"""
 _RESUMED = (6, 9, 12)
-"""The least numbers of agreeing tokens of the last groups of drafts: of those that go on where an
-earlier draft was copied from.
+"""The same limits for drafts that are resumed (see Evidence.is_resumed), which have the last
+groups.
 """
 PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
-"""By group, the share of right drafts that is expected before any was seen."""
+"""For each group, the fraction of right drafts that is assumed before any outcome is known."""
 
 
 class Evidence(NamedTuple):
-    """Say what speaks for drafts; it tells how often such drafts are right."""
+    """Say why drafts may be right; drafts with similar evidence are counted together, to learn how
+    often they are.
+    """
 
     agreed: int
-    """How many tokens before the drafts, of LONGEST_MATCH at most, are as the drafter expects."""
+    """How many tokens before the drafts agree with what the drafter has found, at most
+    LONGEST_MATCH.
+    """
     is_resumed: bool = False
-    """Whether drafts go on from an earlier position although the text has differed from it in
-    between.
+    """True if the drafts are copied from where earlier drafts were copied from, although the text
+    has differed from that place since.
     """
     source: int = -1
     """The position in the text from which the drafts are copied; -1: they come from elsewhere."""
 
     @property
     def group(self) -> int:
-        """Return the group of drafts that are counted together, from 0."""
+        """Return the number of the group in which these drafts are counted, from 0."""
         if self.is_resumed:
             return len(_MATCHED) + 1 + sum(self.agreed >= least for least in _RESUMED)
         return sum(self.agreed >= least for least in _MATCHED)
 
     @property
     def prior(self) -> float:
-        """Return the share of right drafts that is expected before any was seen."""
+        """Return the fraction of right drafts that is assumed before any outcome is known."""
         return PRIORS[self.group]
 
 
@@ -60,14 +67,16 @@ class Drafter(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of memory that it holds for its text."""
+        """Return the bytes of memory that the drafter holds for its text."""
 
     @property
     def seconds_each(self) -> float:
-        """Return the time that a draft takes; 0.0 where it is nothing beside a step."""
+        """Return the seconds that making one draft takes; 0.0 where that is nothing compared with a
+        step.
+        """
 
     def close(self) -> None:
-        """Free what it holds; it is not used any more."""
+        """Free what the drafter holds; it must not be used afterwards."""
 
 
 class DraftModels(Protocol):
@@ -90,7 +99,9 @@ class FunctionDrafter:
     n_bytes = 0
     seconds_each = 0.0
     _EVIDENCE = Evidence(8)
-    """The function says nothing about how sure it is; how often it was right will tell."""
+    """The evidence of all drafts of a function, which does not say how sure it is. Outcomes show
+    how often it is right.
+    """
 
     def __init__(self, function: DraftFunction) -> None:
         """Call `function` for drafts."""
@@ -108,15 +119,21 @@ class FunctionDrafter:
 
 
 _NGRAM = 3
-"""Tokens that must occur before, for what followed them to be a draft."""
+"""How many tokens at the end of the text must occur earlier, so that what followed there is
+drafted.
+"""
 _CANDIDATES = 8
 """How many earlier positions are compared with the end of the text."""
 _RESUMED_WINDOW, _LEAST_RESUMED = 16, 4
-"""Drafts go on from a position while so many of the last tokens before it are those of the text."""
+"""Earlier drafts are resumed at a position if at least `_LEAST_RESUMED` of the `_RESUMED_WINDOW`
+tokens before it agree with the end of the text.
+"""
 _MOST_BUCKETS = 1 << 16
 _LEAST_PLACES = 64
 _FEW = 32
-"""So few new tokens are added one by one, which is faster than with arrays."""
+"""Up to this many new tokens are added to the tables one by one, which is then faster than with
+arrays.
+"""
 _FACTOR, _OFFSET, _SHIFT, _MASK = 0x01000193, 0x9E37, 15, (1 << 64) - 1
 """Constants of the hash, whose values have 64 bits."""
 
@@ -125,8 +142,8 @@ class NgramDrafter:
     """Find the end of the text at an earlier position of it, and draft what followed there.
 
     Every position is found by a hash of the three tokens before it; positions with the same hash
-    are linked, the latest first. Of the latest ones, the one whose preceding tokens agree longest
-    with the end of the text is taken.
+    are linked, the latest first. Of the latest such positions, the drafter takes the one whose
+    preceding tokens agree longest with the end of the text.
     """
 
     seconds_each = 0.0
@@ -149,9 +166,9 @@ class NgramDrafter:
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
         """Return what followed at the better of two earlier positions: see Drafter.
 
-        One is the position with the longest match. The other is where the last drafts came from, as
-        far on as the text has grown: it is right where the text repeats a pattern with other
-        numbers or names in it, which are as many tokens long.
+        One is the position with the longest match. The other one is where the last drafts were
+        copied from, moved on by as many tokens as were written since. It is right where the text
+        repeats a pattern with other numbers or names of equally many tokens.
         """
         self._index(tokens)
         n = len(tokens)
@@ -202,7 +219,9 @@ class NgramDrafter:
         return (value ^ (value >> _SHIFT)) % len(self._latest)
 
     def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Return the bucket of every n-gram of some tokens, in order of their ends: _bucket()."""
+        """Return the bucket of every n-gram of some tokens, in the order in which the n-grams end:
+        see _bucket().
+        """
         values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
         for i in range(_NGRAM):
             part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(_OFFSET)
@@ -212,7 +231,9 @@ class NgramDrafter:
         )
 
     def _index(self, tokens: Tokens) -> None:
-        """Add the positions of tokens that came since the last call; forget those rolled back."""
+        """Add the positions of tokens that are new since the last call; forget those that were
+        rolled back.
+        """
         n = len(tokens)
         if n < self._n_indexed:
             self._forget(n)

@@ -1,8 +1,8 @@
 """Echo a chunk of text after a request to repeat it; the echo is read only for its queries.
 
 While a text is read, nobody knows what will be asked about it. But to answer a question, a model
-attends to the entries that it would need to repeat the text. Therefore every chunk is followed, in
-the same micro-batch, by a request and the chunk once more. Only these queries score the chunk's
+attends to much the same entries as to repeat the text. Therefore every chunk is followed, in the
+same micro-batch, by a request and the chunk once more. Only these queries score the chunk's
 entries, and nothing of the echo is kept. The chunk is complete only within the micro-batch, so that
 the budget holds while the text is read. This is the measure `reconstruct`, after KVzip (Kim et al.
 2025, arXiv:2505.23416), which reads a whole context again after it was read with a full cache.
@@ -29,7 +29,7 @@ LEAST_CHUNK = 32
 """
 
 APART = 8
-"""How many tokens are written between two echoes if the bytes will soon be full."""
+"""How many tokens are written between two echoes when the budget is nearly full."""
 
 
 class Echo:
@@ -45,23 +45,23 @@ class Echo:
         self.chunk = max(LEAST_CHUNK, (n_ubatch - besides) // 2)
         """How many tokens of text are read at once."""
         self.n_ubatch = besides + 2 * self.chunk
-        """How many tokens a chunk and its echo have together."""
+        """How many tokens a chunk and its echo have together, at most."""
 
     def least_pending(self, n_tokens: int, recent_window: int) -> int:
         """Return how many tokens without an echo cause one before `n_tokens` more are read.
 
-        If text is written token by token, echoes of single tokens would take long: they wait until
-        there are as many tokens as the recent window or a chunk holds.
+        Where text is written token by token, an echo of each token would take long. Therefore an
+        echo waits until there are as many such tokens as the recent window or a chunk holds.
         """
         if n_tokens >= LEAST_TOKENS:
             return LEAST_TOKENS
         return max(LEAST_TOKENS, min(recent_window, self.chunk))
 
     def tokens_ahead(self, n_pending: int) -> int:
-        """Return how many tokens before the bytes are full the echoes of written text begin.
+        """Return how many tokens before the budget is full the echoes of written text must begin.
 
-        `n_pending`: tokens of text without an echo. Every chunk of them is repeated before another
-        token, so that no token waits for more than one chunk.
+        `n_pending`: tokens of text without an echo. At most one chunk of these is repeated before
+        each token, so that no token waits for more.
         """
         return APART * -(-n_pending // self.chunk)
 
@@ -75,7 +75,7 @@ class Echo:
 
 
 def echo_for(model: Model, config: ResolvedConfig) -> Echo | None:
-    """Return what makes the echoes of a model's texts; None if none is read twice."""
+    """Return the object that makes the echoes of a model's texts; None if no text is read twice."""
     return Echo(model.tokenize_within, config.n_ubatch) if config.reads_twice else None
 
 

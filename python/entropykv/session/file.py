@@ -2,17 +2,16 @@
 
 All numbers are little-endian:
 
-    magic "EKVSESS\\0", version (u32), bytes of the header (u32)
-    header: JSON, see SavedSettings and SavedContents, and spaces: the store's sections begin at a
-        multiple of 16384 bytes if they have 65536 bytes or more, else at one of 16
-    digest (blake2b, 16 bytes) of all before it
-    sections, one after the other: tokens (i32), logits of the last token (f32), the store's
-    digest (blake2b, 16 bytes) of all before it
+magic "EKVSESS\0", version (u32), bytes of the header (u32) header: JSON, see SavedSettings and
+SavedContents, and spaces: the store's sections begin at a multiple of 16384 bytes if they have
+65536 bytes or more, else at one of 16 digest (blake2b, 16 bytes) of all before it sections, one
+after the other: tokens (i32), logits of the last token (f32), the store's digest (blake2b, 16
+bytes) of all before it
 
 The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; if
-budgets follow the text, one more with the measurements (f64): state() in online.py. The flat store
-has two: the positions that it keeps (i32), and llama.cpp's state of the sequence, whose version is
-in the header.
+budgets follow the text, one more with the measurements (f64), see OnlineBudgets.state(); and one
+with the state of recurrent layers, if there are any. The flat store has two: the positions that it
+keeps (i32), and llama.cpp's state of the sequence, whose version is in the header.
 
 If scores are predicted by what was learnt of the model, the header has `predictor`: see
 profile/learnt.py. The file of a document is the same, and its header also has `document`: see
@@ -54,13 +53,17 @@ pages.
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
 SECTION_ALIGNMENT = 1 << 14
-"""Where the store's sections begin: a multiple of the memory pages of most systems."""
+"""Where the sections of a store begin: a multiple of this many bytes, which is one of the memory
+pages of most systems.
+"""
 LEAST_ALIGNED_BYTES = 1 << 16
-"""Fewer bytes of the store's sections begin at a multiple of VALUE_ALIGNMENT: aligning them to
-memory pages saves nothing.
+"""If a store has fewer bytes than this, its sections begin at a multiple of VALUE_ALIGNMENT:
+aligning them to memory pages would gain nothing.
 """
 VALUE_ALIGNMENT = 16
-"""No number in the store's sections needs more."""
+"""Where the sections of small stores begin: a multiple of the largest alignment that a number in
+them needs, in bytes.
+"""
 AGAIN = "read the prompt again and save a new session"
 
 
@@ -85,11 +88,13 @@ class SavedSettings:
     freeze: str | None
     """The type of frozen entries; None: nothing is frozen."""
     sequence_state: int | None
-    """The version of llama.cpp's own state of a sequence, if the file contains one; None: it does
-    not, and every release of llama.cpp can load it.
+    """The version of llama.cpp's own format for a sequence, if the file contains such a state;
+    None: it contains none, and every release of llama.cpp can load the file.
     """
     key_centres: str | None = None
-    """A hash of how keys are stored: see Store.key_centres; None: as they are."""
+    """A hash of how keys are stored, see StoreFacts.key_centres; None: keys are stored
+    unchanged.
+    """
 
 
 @dataclass(frozen=True)
@@ -99,18 +104,18 @@ class DocumentNote:
     names: list[str]
     """The files that the document was read from, in that order."""
     text: str
-    """The whole text, which is read again behind another document."""
+    """The whole text, which is needed to read this document after another one."""
     n_tokens: int
-    """The tokens of the whole text, with what the chat template puts before it. Fewer were read if
-    reading was interrupted.
+    """How many tokens the whole text has, with what the chat template puts before it. If reading
+    was interrupted, the session has read fewer.
     """
     full_bytes: int
     """The bytes that a full cache in f16 would take for these tokens."""
     system: str | None = None
     """The system message before the text; the header contains it only if there is one."""
     template: str | None = None
-    """Names the chat template around the text, as Model.other_template does; the header contains it
-    only if it is not the model's own.
+    """The name of the chat template around the text: see Model.other_template. The header contains
+    it only if it is not the template of the model.
     """
 
 
@@ -122,7 +127,7 @@ class SavedContents:
     echoed: int
     """For how many of the first tokens echoes have scored the entries: see echo.py."""
     n_tokens: int
-    """How many tokens were read."""
+    """How many tokens of the text were read."""
     n_logits: int
     """The size of the vocabulary, or 0 if there are no logits of a last token, as after
     truncate().
@@ -232,7 +237,9 @@ def _other_freezing(theirs: str | None, ours: str | None) -> str:
 def write_session(
     file: BinaryIO, settings: SavedSettings, contents: SavedContents, sections: Iterable[bytes]
 ) -> None:
-    """Write a session to a binary file; `sections` are tokens, logits, and the store's."""
+    """Write a session to a binary file; `sections`: tokens, logits, and the sections of the store,
+    in this order.
+    """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
     def put(data: bytes) -> None:
@@ -270,7 +277,7 @@ def new_session_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def check_room(file: BinaryIO, n_bytes: int) -> None:
     """Raise SessionFileError if the disk of a file has less room than a session takes.
 
-    A file that is no file of a disk, as one in memory, is not checked.
+    Files that are not on a disk, such as files in memory, are not checked.
     """
     name = getattr(file, "name", None)
     if not isinstance(name, (str, os.PathLike)):
@@ -317,7 +324,7 @@ def _unwritable(path: str | os.PathLike[str], error: OSError) -> SessionFileErro
 
 
 _MOST_HEADER_BYTES = 1 << 26
-_MOST = 1 << 31  # There are no more tokens, or entries.
+_MOST = 1 << 31  # No text has more tokens, and no store more entries.
 _MOST_BYTES = 1 << 53
 
 
@@ -397,8 +404,9 @@ class SessionReader:
     def sections(self) -> list[Section]:
         """Return tokens, logits and the store's sections, after checking the digest.
 
-        The store's sections of a file are mapped into memory if the system can do so. Then their
-        pages are memory that processes share, and changing them does not change the file.
+        The store's sections of a file are mapped into memory if the system can do so. Then several
+        processes share this memory, and writing to it does not change the file. Raises
+        SessionFileError for a damaged file.
         """
         contents = self.contents
         sizes = [4 * contents.n_tokens, 4 * contents.n_logits]
