@@ -2,8 +2,8 @@
 
 A step reads the weights once, whether it has one token or eight. So a run of guessed tokens
 (drafts) is read behind the token that was chosen last; those that the samplers choose, too, are
-accepted, and the others are undone. A drafter makes them (drafter.py). How many of them are read
-follows from how often they were right (DraftLengths), and from what steps cost (StepCosts).
+accepted, and the others are undone. A drafter makes the drafts (drafter.py). How many of them are
+read follows from how often they were right (DraftLengths), and from what steps cost (StepCosts).
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ _NOTHING: _Sums = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class StepCosts:
-    """Estimate the seconds of a step by its number of tokens.
+    """Estimate the seconds of a step from its number of tokens.
 
-    A step of a single token runs other kernels than one of several, so it has an estimate of its
-    own. To steps of several tokens, a line is fitted: a constant and so much for each token. Older
-    steps count less.
+    A step of a single token runs other kernels than one of several tokens, so it has an estimate of
+    its own. To the steps of several tokens, a line is fitted: a constant, and a slope per token.
+    Older steps count less.
     """
 
     _DECAY = 0.97
     _FIRST, _SLOPE = 1.3, 0.12
-    """In units of a single token's step: what a step of two tokens costs, and each token beyond,
-    until that was measured.
+    """What is assumed before anything was measured, in units of a step with a single token: the
+    cost of a step with two tokens, and the cost of each further token.
     """
     _PRIOR = ((2, 0.5), (10, 0.25))
-    """How many steps this guess counts for, at two numbers of tokens; it keeps the line defined."""
+    """How many steps the assumption (_FIRST, _SLOPE) counts for, at two numbers of tokens, as pairs
+    (tokens, steps); they keep the fitted line defined.
+    """
     _OUTLIER = 3.0
-    """A step that takes longer than so many times what was expected is counted as so long: the
-    thread was interrupted, or memory was allocated. If one takes less than what was expected
-    divided by this, the earlier steps were the slow ones, and are forgotten.
+    """A step that takes longer than this many times the expected seconds counts as this many times
+    those: the thread was interrupted, or memory was allocated. If a step takes less than the
+    expected seconds divided by this, the earlier steps were the slow ones, and are forgotten.
     """
 
     def __init__(self) -> None:
@@ -47,9 +49,13 @@ class StepCosts:
         self._single = (0.0, 0.0)
         """Weight and seconds of steps with a single token."""
         self._several = _NOTHING
-        """Of steps with several: weight, tokens, seconds, tokens squared, tokens x seconds."""
+        """Weighted sums over the steps with several tokens: of 1, tokens, seconds, tokens squared,
+        and tokens x seconds.
+        """
         self._line = (self._FIRST, self._SLOPE)
-        """In units of a single token's step: the cost of two tokens, and of each beyond."""
+        """The fitted line, in units of a step with a single token: the cost of two tokens, and of
+        each further one.
+        """
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """Record a step that read nothing but written tokens and drafts."""
@@ -96,12 +102,16 @@ class StepCosts:
 
     @classmethod
     def _expected(cls, n_tokens: float) -> float:
-        """Return the cost of a step, in units of a single token's, before any was measured."""
+        """Return the assumed cost of a step, in units of a step with a single token, before any was
+        measured.
+        """
         return 1.0 if n_tokens == 1 else cls._FIRST + cls._SLOPE * (n_tokens - 2)
 
 
 def _row(n_tokens: int, seconds: float) -> _Sums:
-    """Return what a step adds to the sums of a line: 1, n, s, n squared, n x s."""
+    """Return what a step of n tokens and s seconds adds to the sums that a line is fitted to: 1, n,
+    s, n squared, n x s.
+    """
     return 1.0, n_tokens, seconds, n_tokens * n_tokens, n_tokens * seconds
 
 
@@ -121,7 +131,9 @@ class Outcomes:
 
     _UNKNOWN, _RIGHT, _WRONG = 0, 1, 2
     _PRIORS = (0.7, 0.9, 0.4)
-    """By outcome at the source, the share of right drafts that is expected before any was seen."""
+    """By outcome at the source (unknown, right, wrong), the fraction of right drafts that is
+    assumed before any was seen.
+    """
     _WEIGHT = 6.0
     """The weight of each prior, as a number of drafts, beside the drafts that were seen."""
     _LEAST_ROOM = 256
@@ -145,7 +157,9 @@ class Outcomes:
         return found
 
     def factors(self) -> tuple[float, float, float]:
-        """Return, by outcome at the source, by how much it multiplies the odds of a right draft."""
+        """Return, for each outcome at the source, the factor by which it multiplies the odds that a
+        draft is right.
+        """
         weight = self._WEIGHT
         right, tried = self._right.tolist(), self._tried.tolist()
         of_all = _odds((sum(right) + weight * self._PRIORS[0]) / (sum(tried) + weight))
@@ -159,7 +173,7 @@ class Outcomes:
         self, first: int, n_right: int, n_known: int, at_sources: npt.NDArray[np.int8]
     ) -> None:
         """Record which of the drafts from position `first` on were right: the first `n_right` of
-        `n_known`. `at_sources`: what at() returned when they were made.
+        `n_known`. `at_sources`: what at() returned when the drafts were made.
         """
         end = first + n_known
         if end > len(self._of_position):
@@ -172,7 +186,7 @@ class Outcomes:
         self._tried += np.bincount(at_sources[:n_known], minlength=3)
 
     def fade(self, rate: float) -> None:
-        """Make what was counted so far count less by a factor."""
+        """Multiply everything that was counted so far by `rate`."""
         self._right *= rate
         self._tried *= rate
 
@@ -188,7 +202,7 @@ def _odds(share: float) -> float:
 
 
 class _Run(NamedTuple):
-    """Hold drafts that are not known yet to be right."""
+    """Hold drafts of which it is not known yet whether they are right."""
 
     first: int
     """The length of the text before the drafts."""
@@ -200,25 +214,29 @@ class _Run(NamedTuple):
 class DraftLengths:
     """Choose how many drafts to read: as many as make the time per token least.
 
-    It counts, for each group of evidence, how often the first draft was right, the second where the
-    first was, and so on. All drafts that were made are compared with the text that was written, and
-    not only those that were read; so it learns that a longer run would have paid. Where drafts are
-    copied from the text, it also counts how often those were right whose source was (Outcomes).
+    For each group of evidence, it counts how often the first draft was right, how often the second
+    was where the first was right, and so on. All drafts that were made are compared with the text
+    that was written, not only those that were read; so it finds out if a longer run would have
+    saved time. For drafts that are copied from the text, it also counts how often they were right,
+    by whether the draft at their source was (Outcomes).
     """
 
     _PRIOR_WEIGHT = 6.0
     """The weight of a group's prior, as a number of drafts, beside the drafts that were seen."""
     _PLACE_WEIGHT = 2.0
-    """The weight of the share of right drafts of a whole group, as a number of drafts, in the
-    estimate for one number within a run.
+    """The weight, as a number of drafts, of the fraction of right drafts of a whole group in the
+    estimate for one place within a run.
     """
     _DECAY = 0.96
     _ANY, _LONGER = 1.05, 1.02
-    """How many times as many tokens per second must be expected: of drafts as of none, and of a
-    longer run as of the best shorter one. Both are above 1, because estimates are not exact.
+    """By which factor the expected tokens per second must be higher: with drafts than without, and
+    with a longer run than with the best shorter one. Both factors are above 1, because estimates
+    are not exact.
     """
     _RECOVERY = 0.995
-    """By which counts fade with every token, so that drafts are tried again after a while."""
+    """The factor by which counts fade with every token, so that drafts that did not pay are tried
+    again after a while.
+    """
 
     def __init__(self, costs: StepCosts, most: int) -> None:
         """Choose up to `most` drafts; `costs` are those of the steps of all sequences."""
@@ -227,12 +245,12 @@ class DraftLengths:
         self._tried = np.zeros((len(PRIORS), most))
         self._outcomes = Outcomes()
         self._made: list[_Run] = []
-        """The drafts that are not known yet to be right."""
+        """The runs of drafts of which it is not known yet whether they are right."""
         self._n_seen = 0
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that grow with the text."""
+        """Return the bytes of the tables that grow with the text."""
         return self._outcomes.n_bytes
 
     def chances(self, evidence: Evidence) -> list[float]:
@@ -254,10 +272,11 @@ class DraftLengths:
     def choose(
         self, n_drafts: int, evidence: Evidence, n_others: int = 0, cost_each: float = 0.0
     ) -> int:
-        """Return how many of `n_drafts` drafts pay.
+        """Return how many of `n_drafts` drafts should be read, so that the expected time per token
+        is least.
 
-        `n_others`: tokens that other sequences write in the step. `cost_each`: what making a draft
-        costs, in units of a step with a single token; 0.0 for drafts that are there already.
+        `n_others`: tokens that other sequences write in the step. `cost_each`: what making one
+        draft costs, in units of a step with a single token; 0.0 for drafts that are made already.
         """
         best, n_best, expected = 0.0, 0, 1.0
         for n, chance in enumerate([0.0, *self.chances(evidence)[:n_drafts]]):
@@ -269,7 +288,9 @@ class DraftLengths:
         return n_best
 
     def expect(self, tokens: Tokens, drafts: list[int], evidence: Evidence) -> None:
-        """Record drafts of what follows a text, to compare them with it later."""
+        """Record drafts of the tokens that follow a text, so that compare() can tell later whether
+        they were right.
+        """
         if self._made and self._made[-1].first == len(tokens):
             self._made.pop()
         at_sources = self._outcomes.at(evidence.source, len(drafts))
@@ -279,7 +300,7 @@ class DraftLengths:
     def compare(self, tokens: Tokens) -> None:
         """Count which of the drafts that were made are right, by a text that has become longer.
 
-        After a rollback they are forgotten: another text may follow now.
+        After a rollback, these drafts are forgotten, because another text may follow.
         """
         if len(tokens) < self._n_seen:
             self._made.clear()
@@ -302,7 +323,9 @@ class DraftLengths:
         self._made = unknown
 
     def _count(self, run: _Run, n_right: int, n_known: int) -> None:
-        """Count a run; drafts after a wrong one say nothing."""
+        """Count the known drafts of a run; drafts after a wrong one are not counted, because they
+        belong to another text.
+        """
         self._right[run.group] *= self._DECAY
         self._tried[run.group] *= self._DECAY
         self._right[run.group, :n_right] += 1.0
@@ -327,8 +350,8 @@ class Drafting:
     """Guess the next tokens of one text with its drafter, as many as save time."""
 
     _RETRY = 16
-    """After so many tokens without drafts, one is made to see whether they are right again; twice
-    as many after each time that they still do not pay.
+    """After this many tokens without drafts, drafts are made once to see whether they are right
+    again; each time that they still do not pay, the number doubles.
     """
     _MOST_RETRY = 1024
 
@@ -339,7 +362,9 @@ class Drafting:
         self._lengths = DraftLengths(costs, most)
         self._most = most
         self._evidence = Evidence(LONGEST_MATCH)
-        """What spoke for the last drafts; at first, the drafter is tried."""
+        """The evidence of the last drafts; the first value is the strongest one, so that the
+        drafter is tried.
+        """
         self._skipped = 0
         """For how many tokens no drafts were made, because they would not have paid."""
         self._patience = self._RETRY
@@ -353,13 +378,14 @@ class Drafting:
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
         """Return drafts of what follows the tokens, `most` at most.
 
-        `n_others`: tokens that other sequences write in the same step; drafts delay them, too.
+        `n_others`: tokens that other sequences write in the same step; drafts delay these, too.
         """
         most = min(most, self._most)
         self._lengths.compare(tokens)
         seconds, single = self._drafter.seconds_each, self._costs.single_seconds
         if seconds > 0.0 and single > 0.0:
-            # The last evidence counts: that of new drafts is not known yet.
+            # The evidence of the last drafts is used here, because that of new drafts is not known
+            # before they are made.
             most = self._lengths.choose(most, self._evidence, n_others, seconds / single)
             if most == 0:
                 self._skipped += 1
@@ -397,7 +423,9 @@ class Verification:
         choose: Callable[[Logits], int | None],
         is_end: Callable[[int], bool],
     ) -> None:
-        """Verify `drafts`: `choose` samples a token by logits; None: a constraint allows none."""
+        """Verify `drafts`: `choose` samples a token by logits, or returns None if a constraint
+        allows no token; `is_end` tells whether a token ends the text.
+        """
         self._drafts = drafts
         self._choose = choose
         self._is_end = is_end
@@ -406,12 +434,14 @@ class Verification:
         self.accepted: list[int] = []
         """The drafts that are right."""
         self.next: int | None = None
-        """The token that was chosen after them."""
+        """The token that was chosen after the accepted drafts."""
         self.error: Exception | None = None
-        """The error that choosing it raised, if any."""
+        """The error that `choose` raised, if any."""
 
     def verify(self, rows: Logits) -> int:
-        """Return how many drafts are right; an error is kept until the step has ended."""
+        """Return how many drafts are right, by the logits of all tokens of the run, (1 + drafts,
+        n_vocab). An error of `choose` is kept in `error` until the step has ended.
+        """
         self.is_asked = True
         for i, logits in enumerate(rows):
             try:

@@ -75,7 +75,9 @@ class SamplerChain:
             llama_cpp.llama_sampler_free(handle)
 
     def check(self) -> None:
-        """Raise an error of the latest apply or accept; see ConstraintSampler.check()."""
+        """Raise the error, if any, that the constraint met when the chain was last applied or told
+        of a token: see ConstraintSampler.check().
+        """
         if self._constraint is not None:
             self._constraint.check()
 
@@ -86,7 +88,7 @@ class SamplerChain:
 
     @property
     def looks_back(self) -> int:
-        """Return the most earlier tokens that it depends on."""
+        """Return how many earlier tokens the chain depends on at most."""
         windows = (self._sampling.repeat_last_n, self._sampling.dry_penalty_last_n)
         return max(self._window(window) for window in windows)
 
@@ -123,8 +125,8 @@ class SamplerChain:
             self._add(llama_cpp.llama_sampler_init_dist(self._seed))
 
     def _makers(self) -> dict[str, Callable[[], None]]:
-        """Map sampler names to functions that add them to the chain; a greedy chain needs only
-        those that change the order.
+        """Map the names of samplers to functions that add them to the chain. A greedy chain needs
+        only the samplers that can change which token is the most probable one.
         """
         sampling = self._sampling
         history: dict[str, Callable[[], None]] = {"penalties": self._penalties, "dry": self._dry}
@@ -221,7 +223,7 @@ class SamplerChain:
 
 
 class Decoder(Protocol):
-    """Define what the loop needs of a session."""
+    """Define what the generation loop needs of a session."""
 
     @property
     def model(self) -> Model:
@@ -245,11 +247,11 @@ class Decoder(Protocol):
 
     @property
     def reader(self) -> SequenceReader:
-        """Return what reads micro-batches and drafts."""
+        """Return the part of the session that reads micro-batches and drafts."""
 
     @property
     def text(self) -> SessionText:
-        """Return what goes back in the text."""
+        """Return the part of the session that truncates its text."""
 
     @property
     def counts(self) -> SessionCounts:
@@ -268,13 +270,13 @@ class Decoder(Protocol):
 
 
 def _go_on(*_: object) -> bool:
-    """Let every step begin, and end no answer."""
+    """Do nothing before a step, and return False: the answer does not end."""
     return False
 
 
 @dataclass(frozen=True)
 class StepHooks:
-    """Hold what is done before every step."""
+    """Hold functions of a caller that are called before steps and tokens."""
 
     before: Callable[[int], object] = _go_on
     """Called with the most tokens that the next step reads; what it raises ends the generation."""
@@ -286,7 +288,7 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Companions:
-    """Hold what follows the tokens of one text while they are chosen and read."""
+    """Hold the objects that are told of the tokens of one text while these are chosen and read."""
 
     thought: ThoughtCounter | None = None
     """Gets every token, and may force one to end a thought."""
@@ -320,9 +322,9 @@ def generate(
     `on_prompt` is called with the number of tokens read after every micro-batch.
 
     With recovery, tokens are read before they are yielded. A consumer that stops early must close()
-    the generator before using the session: then it is as if nothing had been read ahead, except
-    that it has no logits, and that entries evicted meanwhile do not return. If a decode fails, the
-    tokens before it are still yielded, and then the error is raised.
+    the generator before using the session: then the session is as if nothing had been read ahead,
+    except that it has no logits, and that entries evicted meanwhile do not return. If a decode
+    fails, the tokens before it are still yielded, and then the error is raised.
     """
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:
@@ -336,7 +338,8 @@ def generate(
 def write_tokens(
     session: Decoder, chooser: Chooser, max_tokens: int, *, penalised_from: int = 0
 ) -> Generator[int, None, None]:
-    """Yield tokens that follow what a session has read: see generate().
+    """Yield tokens that follow the text that a session has read, at most `max_tokens`; -1: no
+    limit. See generate().
 
     Penalties consider the tokens of the text from the position `penalised_from` on.
     """
@@ -410,7 +413,7 @@ class _Generation:
         self._start = session.position
         self._n_yielded = 0
         self._last: list[int] = []
-        """The last yielded token, if any."""
+        """The last yielded token in a list; empty before the first one."""
         self._held: deque[int] = deque()
         self._hold = 0
         self._watch: Watch | None = None
@@ -421,7 +424,9 @@ class _Generation:
         self._drafts = is_plain and session.reader.drafting is not None
 
     def run(self) -> Iterator[int]:
-        """Yield tokens; if it is closed or fails, the session has not read the last one."""
+        """Yield tokens. If the generator is closed or fails, the text of the session ends before
+        the last yielded token.
+        """
         try:
             yield from self._generate()
         except BaseException:
@@ -476,7 +481,9 @@ class _Generation:
             yield token
 
     def _read(self, token: int) -> Verification | None:
-        """Read a token, and drafts; returns what was chosen after it, or None: nothing yet."""
+        """Read a token, and drafts after it. Returns the tokens that were chosen by the logits of
+        the run; None: none was chosen yet.
+        """
         self._hooks.before(1)
         if self._drafts:
             return self._read_drafts(token)
@@ -522,13 +529,16 @@ class _Generation:
         known = self._start + max(self._n_yielded - 1, 0)
         n_ahead = session.position - known
         if n_ahead > 0 and session.tokens[known:] == [*self._last, *self._held][:n_ahead]:
-            # The session is unusable then, and its next use will say why.
+            # If going back fails, the session is unusable, and its next use raises an error that
+            # says why.
             with contextlib.suppress(EntropyKVError):
                 go_back(session, known)
 
 
 def go_back(session: Decoder, position: int) -> None:
-    """Truncate; if the model or its store cannot, read the text before `position` again."""
+    """Truncate the text of a session to `position`; if its model or store cannot do that, read the
+    text before `position` again.
+    """
     tokens = session.tokens[:position]
     try:
         session.text.truncate(position)
@@ -541,22 +551,24 @@ def go_back(session: Decoder, position: int) -> None:
 class Chooser:
     """Choose tokens by a chain of samplers, from given logits.
 
-    llama_sampler_sample() reads the logits of the context, but those of a loaded session were never
-    there.
+    llama_sampler_sample() is not used, because it reads the logits of the context, and those of a
+    loaded session were never there.
     """
 
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
     def __init__(self, sampling: Sampling, session: Decoder, companions: Companions) -> None:
-        """Make the samplers; raises SettingsError for what cannot be used."""
+        """Make the samplers; raises SettingsError for constraints that cannot be used or
+        combined.
+        """
         self.companions = companions
         self._thought = thought = companions.thought
         self._recorder, self._processors = companions.recorder, companions.processors
         self.end: int | None = None
-        """The token that has ended the text, once one has."""
+        """The token that has ended the text; None before that, or if a constraint has ended it."""
         self._is_end = session.model.is_end
         self._n_barred = sampling.min_tokens
-        """Before so many more tokens, none may end the text."""
+        """How many more tokens must be chosen before one may end the text."""
         self._ends = np.array(session.model.end_tokens if self._n_barred else (), np.intp)
         recovers = session.recovery is not None and session.recovery.held_back > 0
         if sampling.grammar is not None and recovers:
@@ -601,7 +613,7 @@ class Chooser:
         """Apply penalties to exactly the last tokens that the session has read, from the position
         `first` on.
         """
-        if self._chain.remembers:  # Without penalties, copying a long text would be useless.
+        if self._chain.remembers:  # Without penalties, no token is needed.
             first = max(first, session.position - self._chain.looks_back)
             last = session.tokens[first:]
             self._chain.remember([token for token in last if not is_placeholder(token)])

@@ -33,20 +33,20 @@ FORMATS = "PNG, JPEG, BMP or GIF"
 MOST_RATIO = 200
 """The largest allowed ratio of an image's longer to its shorter side."""
 _SIZED_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
-"""Markers of the JPEG segments that contain the size: those of all kinds of frames, but not of
-tables.
+"""Markers of JPEG segments that contain the size of the image: those of all kinds of frames,
+without the markers in the same range that begin tables.
 """
 _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
-"""Markers of JPEG that have no segment."""
+"""Markers of JPEG that stand alone, without a segment after them."""
 
 
 def image_size(data: bytes, where: str) -> tuple[int, int]:
     """Return width and height of an image in pixels; raises ImageError, which names `where`.
 
-    The first bytes of its file tell both, and nothing is decoded: llama.cpp decodes every file that
-    it is given, and a file of a few kilobytes may hold an image of gigabytes. So a limit of pixels
-    must be checked before. Formats that are not listed here are refused, including those of sound
-    and video, which llama.cpp would pass to other decoders.
+    Only the first bytes of the file are read, and nothing is decoded: llama.cpp decodes every file
+    that it is given, and a file of a few kilobytes may hold an image of gigabytes. So a limit of
+    pixels must be checked before. Formats that are not listed here are refused, including those of
+    sound and video, which llama.cpp would pass to other decoders.
     """
     try:
         size = _size(data)
@@ -129,7 +129,9 @@ class ReadyImage:
     positions: npt.NDArray[np.int32] | None
     moves: npt.NDArray[np.int32] | None
     sees_all: bool
-    """`positions`, `moves` and `sees_all` have the same meaning as in ImageChunk."""
+    """True if every row attends to all rows of the image, also to later ones. `positions`, `moves`
+    and `sees_all` are those of ImageChunk.
+    """
     behind: int
     """By how much RoPE's position is less than the text position after the image: see ImageSpan."""
     owner: Hashable
@@ -151,8 +153,8 @@ class ReadyImage:
         return self.rows.nbytes
 
     def part(self, first: int, last: int, position: int) -> Embedded:
-        """Return rows `first` to `last` (exclusive), for an image that begins at a RoPE
-        position.
+        """Return the rows from `first` to before `last`, to be read, for an image that begins at
+        `position` for RoPE.
         """
         positions = None
         if self.positions is not None and self.moves is not None:
@@ -172,7 +174,9 @@ class ImagePart:
     behind: int
     """By how much RoPE's position is less than the text position after the whole image."""
     lag: int
-    """By how much RoPE's position is less than the text position where the image begins."""
+    """By how much RoPE's position is less than the text position at the first token of
+    the image.
+    """
 
 
 @dataclass(frozen=True)
@@ -191,13 +195,13 @@ class Images:
     """
 
     def __init__(self, projector: Projector, limits: ImageLimits | None = None) -> None:
-        """Use a projector; close() closes it, too."""
+        """Use a projector, which close() closes. `limits` None: the defaults of ImageLimits."""
         self.projector = projector
         self.limits = limits or ImageLimits()
         self._lock = threading.Lock()
         self._held: OrderedDict[tuple[bytes, Hashable], ReadyImage] = OrderedDict()
         self._known: weakref.WeakSet[ReadyImage] = weakref.WeakSet()
-        """All images that still exist, held here or by an ImagePrompt."""
+        """All images that still exist, held by this object or by an ImagePrompt."""
 
     @property
     def marker(self) -> str:
@@ -206,12 +210,14 @@ class Images:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the embeddings that are held here."""
+        """Return the bytes of the embeddings that this object holds."""
         with self._lock:
             return sum(image.n_bytes for image in self._held.values())
 
     def check(self, files: Sequence[bytes]) -> None:
-        """Raise ImageError for images beyond the limits, or in an unsupported format."""
+        """Raise ImageError if the contents of image files exceed the limits or have an unsupported
+        format.
+        """
         limits = self.limits
         if len(files) > limits.number:
             raise ImageError(
@@ -326,8 +332,8 @@ class Images:
                     n_bytes -= self._held.pop(key).n_bytes
 
     def at(self, tokens: Sequence[int]) -> tuple[ReadyImage, int, int]:
-        """Return the image that tokens begin with, the row of the first token, and how many tokens
-        match.
+        """Return (image, row, n): the image that `tokens` begin with, the row of it that the first
+        token stands for, and how many tokens are of this image.
 
         Raises ImageError if its embeddings are not held any more.
         """
@@ -354,10 +360,10 @@ class Images:
     ) -> ImagePart:
         """Return the rows of an image that are read next, at a position of the text.
 
-        `tokens` begin with its placeholders; `before` are the images that were read. `most` takes a
-        number of tokens and returns how many of them are read at once. A micro-batch has room for
-        `n_ubatch`. Raises ImageError as at() does, and ContextError for an image that must be read
-        whole and does not fit into a micro-batch.
+        `tokens` begin with its placeholders; `before` are the images that were read before. `most`
+        takes a number of tokens and returns how many of them may be read at once. A micro-batch has
+        room for `n_ubatch` tokens. Raises ImageError as at() does, and ContextError for an image
+        that must be read whole and does not fit into a micro-batch.
         """
         image, first, n = self.at(tokens)
         if first > 0 and not before.ends_within(position, first):

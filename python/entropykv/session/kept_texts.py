@@ -1,4 +1,5 @@
-"""Keep the texts of a pool that nobody reads now, with everything that going on with them needs.
+"""Keep the texts of a pool that no session reads now, with everything that is needed to continue
+them.
 
 A text is kept for its session, which is idle, or as a checkpoint, from which every session of its
 tenant may continue. An idle session that its user can do without is an IdleSession: see
@@ -6,9 +7,9 @@ SharedPool.let_go(). A session keeps a checkpoint whenever it changes between re
 at the end of every prompt and of every answer. So a turn that is edited or asked again continues
 from there, whatever was evicted since, and a text with the same beginning need not be read again.
 
-Each text lies in a tier: in pages of the pool while nobody needs them, then in memory or in a file.
-The order of last use says which leaves the pool first, or is dropped: checkpoints before texts of
-idle sessions, because they can be read again.
+Each text lies in a tier: in pages of the pool until these are needed, then in memory or in a file.
+The order of last use says which text leaves the pool first, or is dropped: checkpoints before texts
+of idle sessions, because the text of a checkpoint can be read again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from entropykv.store.states import SavedState, StoreCheckpoint, StoreState
 
 
 class TextTooLargeError(PoolError):
-    """There is no room for a text, even if no other one were kept."""
+    """Raised if there is no room for a text, even if no other one were kept."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,11 @@ class InPool:
     position: int
     pages: StoreCheckpoint
     to_state: Callable[[StoreCheckpoint], StoreState]
-    """Returns the state outside the pool that they are converted to."""
+    """Converts the pages to a state outside the pool."""
     state: StoreState
-    """That state, whose sections nobody reads."""
+    """What `to_state` returns for the pages, with an iterator without sections instead of its
+    sections.
+    """
 
     @classmethod
     def of(
@@ -58,12 +61,14 @@ class InPool:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of those parts that are not in the pool."""
+        """Return the bytes that the checkpoint holds outside the pool."""
         return self.pages.n_bytes
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether entries are lost, because someone has changed the file that had them."""
+        """Tell whether entries are lost, because someone has changed the file that their pages are
+        mapped from.
+        """
         return self.pages.is_lost
 
     def copy(self) -> InPool:
@@ -82,9 +87,11 @@ class Outside:
     position: int
     shift: int
     state: StoreState
-    """The state, whose sections were read."""
+    """The state; its sections were read already and are in `sections`."""
     sections: Sequence[bytes] | BinaryIO
-    """The sections, or a file without a name, which disappears with the process in any case."""
+    """The bytes of the sections, or a file that has them. The file has no name, so that it
+    disappears with the process in any case.
+    """
     is_lost: bool = False
     """True if entries were lost before it left the pool."""
 
@@ -121,7 +128,9 @@ class Outside:
         )
 
     def copy(self) -> Outside:
-        """Return another owner of the same sections; raises PoolError if no file can be opened."""
+        """Return another owner of the same sections; raises PoolError if the file cannot be opened
+        again.
+        """
         if isinstance(self.sections, Sequence):
             return self
         try:
@@ -132,7 +141,7 @@ class Outside:
             ) from error
 
     def drop(self) -> None:
-        """Close the file."""
+        """Close the file, if the sections are in one."""
         if not isinstance(self.sections, Sequence):
             self.sections.close()
 
@@ -143,14 +152,16 @@ class KeptText:
 
     text: TokenSequence
     is_checkpoint: bool = False
-    """True if it may be dropped; False if its session goes on with it."""
+    """True if the text is a checkpoint, which may be dropped; False if its session continues from
+    it.
+    """
     tenant: Hashable = None
-    """Whose sessions may go on from a checkpoint."""
+    """The tenant, whose sessions may continue from the text if it is a checkpoint."""
     tier: InPool | Outside = field(init=False)
-    """What its store had kept, and where it is."""
+    """What its store had kept, and where that is now."""
     awaits_prediction: bool = field(default=False, init=False)
-    """True if it is older than the predictor of its model; then its scores are predicted at swap
-    in.
+    """True if it was kept before the predictor of the model was known; then the scores of its
+    entries are predicted when it is swapped in.
     """
 
     @property
@@ -165,7 +176,9 @@ class KeptText:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes outside the pool; of a checkpoint also those of its text and logits."""
+        """Return the bytes that the text takes outside the pool; for a checkpoint, also those of
+        its tokens and logits.
+        """
         return self.tier.n_bytes + (self.text.n_bytes if self.is_checkpoint else 0)
 
     @property
@@ -179,13 +192,14 @@ class KeptText:
 class IdleSession:
     """Hold a session that its user has put aside, in the index of its pool.
 
-    The pool may close it to make room. Whoever wants to use it removes it from the index first.
+    The pool may close it to make room. Before anyone uses the session, it must be removed from the
+    index.
     """
 
     session: Any
     """The Session, whose module is above this one."""
     tokens: array[int] = field(init=False)
-    """Its text, which nobody changes while it is in the index."""
+    """The tokens of the session, which do not change while it is in the index."""
 
     def __post_init__(self) -> None:
         """Take the text of the session."""
@@ -193,12 +207,12 @@ class IdleSession:
 
 
 class KeptTexts:
-    """Keep the texts of one pool; those that leave it go to `ram` or `disk:DIR`.
+    """Keep the texts of one pool; texts that leave its pages go to `ram` or `disk:DIR`.
 
-    All that texts of idle sessions would take there is at most `swap_limit` bytes, so that each can
-    leave the pool at any time. Checkpoints take at most `checkpoint_limit` bytes outside the pool,
-    with their tokens and logits; 0 keeps none. Raises SettingsError for any other place, a
-    directory that cannot be used, and impossible limits. It must be used between two steps.
+    The texts of idle sessions would take at most `swap_limit` bytes there, so that each can leave
+    the pool at any time. Checkpoints take at most `checkpoint_limit` bytes outside the pool, with
+    their tokens and logits; with 0, none is kept. Raises SettingsError for any other place, a
+    directory that cannot be used, and impossible limits. Methods must be called between two steps.
     """
 
     can_be_cut = True
@@ -283,12 +297,12 @@ class KeptTexts:
         return kept
 
     def put(self, kept: KeptText, position: int, shift: int, state: StoreState) -> KeptText:
-        """Keep a text whose state has no pages; raises PoolError as keep() does."""
+        """Keep a text whose state is already outside the pool; raises PoolError as keep() does."""
         self._check_room(kept, state, sum(state.section_bytes))
         return self.keep(kept, self._outside(position, shift, state))
 
     def copy(self, source: KeptText, kept: KeptText) -> KeptText:
-        """Keep what is kept of another text for this one, too; raises PoolError as keep() does."""
+        """Keep for the text `kept` what is kept of `source`; raises PoolError as keep() does."""
         kept.awaits_prediction = source.awaits_prediction
         return self.keep(kept, source.tier.copy())
 
@@ -303,7 +317,9 @@ class KeptTexts:
             self.drop(each)
 
     def await_prediction(self) -> None:
-        """Mark all texts as older than the predictor."""
+        """Mark all kept texts as older than the predictor of the model: see
+        KeptText.awaits_prediction.
+        """
         for each in self.index.of(KeptText):
             each.awaits_prediction = True
 
@@ -326,10 +342,11 @@ class KeptTexts:
     def nearest(
         self, tokens: Sequence[int], tenant: Hashable, demand: Demand
     ) -> tuple[KeptText | None, int]:
-        """Return the tenant's checkpoint that saves most reading, and how many tokens; (None, 0) if
-        none.
+        """Return the checkpoint of the tenant that saves most reading, and how many tokens it
+        saves; (None, 0) if there is none.
 
-        Checkpoints of others are not examined, so that the time does not reveal whether they exist.
+        Checkpoints of other tenants are not examined, so that response times do not reveal whether
+        they exist.
         """
         prompt, lost = array("i", tokens), []
 
@@ -350,11 +367,12 @@ class KeptTexts:
         return best, most
 
     def make_room(self) -> bool:
-        """Let the text whose turn it is leave the pool: a checkpoint if there is one, and of
-        several the least recently used. Returns False if none is in the pool.
+        """Let one text leave the pages of the pool: the least recently used checkpoint or, without
+        any, the text of the idle session that was swapped out first. Returns False if no text is in
+        the pool.
 
-        A checkpoint without room elsewhere is dropped. Raises PoolError if there is no room for the
-        text of a session; then nothing has changed.
+        A checkpoint for which there is no room elsewhere is dropped. Raises PoolError if there is
+        no room for the text of a session; then nothing has changed.
         """
         for kept in (*self.checkpoints, *self.swapped_out):
             if isinstance(kept.tier, Outside) or kept is self._staying:
@@ -375,7 +393,9 @@ class KeptTexts:
         return False
 
     def leave_pool(self, kept: KeptText) -> Outside:
-        """Copy a text from the pool to memory or disk, unless it is there; raises PoolError."""
+        """Move what is kept of a text from the pool to memory or disk, unless it is there already;
+        raises PoolError without room.
+        """
         tier = kept.tier
         if isinstance(tier, InPool):
             state = tier.to_state(tier.pages)

@@ -18,8 +18,8 @@ Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20
 """The most bytes of logits that are held at a time while a prompt is read for log probabilities."""
 MOST_VALUES = 131_072
-"""The most tokens of one text whose log probabilities are held until they are sent, some 250 bytes
-each: those of a whole answer, and of a stream those that come before its next piece.
+"""The most tokens of one text whose log probabilities are held until they are sent, about 250 bytes
+each: the tokens of a whole answer or, in a stream, those of its next piece.
 """
 
 
@@ -29,16 +29,19 @@ class TokenLogprob:
 
     token: int
     logprob: float | None
-    """None for the first token of a text, before which there are no logits."""
+    """The natural logarithm of its probability; None for the first token of a text, before which
+    there are no logits.
+    """
     top: tuple[tuple[int, float], ...] = ()
     """The most probable tokens with their log probabilities, in descending order."""
 
 
 def logprob_of(logits: Row, token: int, n_top: int) -> TokenLogprob:
-    """Return the log probability of a token by the logits before it, (n_vocab,), and those of
-    `n_top` others.
+    """Return the log probability of a token, and those of the `n_top` most probable tokens at its
+    place.
 
-    Penalties, biases and temperature do not change what the model itself holds for probable.
+    `logits`: those behind the token before it, (n_vocab,). Penalties, biases and temperature play
+    no part: this is what the model itself considers probable.
     """
     values = log_softmax(logits[None])[0]
     n_top = min(n_top, len(values))
@@ -59,14 +62,16 @@ class LogprobRecorder:
 
     n_top: int
     of_prompt: bool = False
-    """Whether the tokens of the prompt are wanted, too; then all of it must be read."""
+    """True if the log probabilities of the prompt are wanted, too; then all of the prompt must be
+    read.
+    """
     prompt: list[TokenLogprob] = field(default_factory=list)
     written: list[TokenLogprob] = field(default_factory=list)
     last: int | None = None
     """The token that was written last."""
     _n_values: int = 0
     _before: Row | None = None
-    """The logits behind the last token of the prompt so far."""
+    """The logits behind the last token of the prompt that was read; None before the first one."""
 
     def read(self, tokens: Sequence[int], logits: Row) -> None:
         """Add tokens of the prompt; `logits`: those behind each, (tokens, n_vocab).
@@ -82,16 +87,20 @@ class LogprobRecorder:
             )
             self.prompt.append(self._counted(value))
             self._before = behind
-        # Otherwise a row would keep the logits of all the others.
+        # Without a copy, the row would keep the logits of all other tokens in memory.
         self._before = None if self._before is None else self._before.copy()
 
     def write(self, token: int, logits: Row) -> None:
-        """Add a token that was chosen by these logits, (n_vocab,)."""
+        """Add a token that was chosen by `logits`, (n_vocab,). Raises SettingsError for more values
+        than MOST_VALUES.
+        """
         self.last = token
         self.written.append(self._counted(logprob_of(logits, token, self.n_top)))
 
     def take(self, n_written: int) -> list[TokenLogprob]:
-        """Hand out the log probabilities of the prompt, and of the first written tokens."""
+        """Return the log probabilities of the prompt and of the first `n_written` written tokens,
+        and drop them.
+        """
         taken = [*self.prompt, *self.written[:n_written]]
         self._n_values -= sum(1 + len(each.top) for each in taken)
         self.prompt, self.written = [], self.written[n_written:]
@@ -143,14 +152,14 @@ class CompletionLogprobs:
     def __init__(self, model: Model, offset: int) -> None:
         """Show tokens of a model by their texts.
 
-        `offset` is where the first one begins in the text of prompt and answer, in characters.
+        `offset`: where the first token begins in the text of prompt and answer, in characters.
         """
         self._model = model
         self._offset = offset
 
     def of_prompt(self, values: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """Return the log probabilities of a prompt: a token that only begins it is left out, and
-        the first one has none, as at OpenAI.
+        """Return the log probabilities of a prompt as OpenAI shows them: a token that only begins a
+        text is left out, and the first one has no value.
         """
         shown = list(values)
         if shown and not text_of(self._model, shown[0].token):

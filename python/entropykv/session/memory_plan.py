@@ -1,4 +1,4 @@
-"""Plan the memory of a model under a budget, only from the header of its file: `entropykv plan`."""
+"""Plan the memory of a model under a budget from the header of its file alone: `entropykv plan`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MemoryPlan:
         config = self.config
         if isinstance(self.plan, HeadwisePlan):
             of_heads = self.plan.budgets
-            # These budgets follow a text only once the bytes do not hold it whole.
+            # These budgets begin to follow a text when the bytes can no longer hold all of it.
             if config.policy.rule.by_losses and not (config.freezing or self.plan.holds_all):
                 layers = attention_layers(config.geometry)
                 of_heads = tuple(by_layer(self.plan.entries_of_whole_texts, layers))
@@ -93,10 +93,9 @@ class MemoryPlan:
     def bytes_by_place(self) -> dict[str, int]:
         """Return the bytes of the device store's rows: on devices, and in main memory.
 
-        These are the entries of the budget and the rows of one micro-batch in every layer, for each
-        conversation of a pool. Empty
-        for other stores. How llama.cpp splits layers among several devices is not known before the
-        model is loaded.
+        The rows are for the entries of the budget and for one micro-batch in every layer, for each
+        conversation of a pool. The result is empty for other stores. How llama.cpp splits layers
+        among several devices is not known before the model is loaded.
         """
         if self.config.store != "device" or not isinstance(self.plan, HeadwisePlan):
             return {}
@@ -175,9 +174,9 @@ def _plan_of(config: ResolvedConfig) -> MemoryPlan:
 
 
 def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
-    """Return in a few words what a budget means for a model that is loaded.
+    """Return in a few words what a budget means for a loaded model.
 
-    `budget_bytes`: what the KV cache never exceeds, of all conversations together.
+    `budget_bytes`: the bytes that the KV cache never exceeds, of all conversations together.
     """
     n_sequences = config.options.n_sequences or 1
     size = mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")

@@ -1,4 +1,4 @@
-"""Hold a loaded model, and the budget that its sessions share, one or several."""
+"""Hold a loaded model, and the budget that one or several sessions share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ from entropykv.store.protocol import Store
 from entropykv.store.step import decode_parts
 
 _CHECK_INTERVAL = 0.02
-"""Seconds between two checks of a waiting thread whether another session is idle."""
+"""The seconds after which a thread that waits for room checks again whether another session is
+idle.
+"""
 
 _CLOSED = "the session is closed; make a new one"
 _HELD = ("frozen_entries", "frozen_bytes", "frozen_sketch_bytes", "frozen_overhead_bytes")
@@ -56,9 +58,9 @@ class ModelRunner:
     """Hold the model, its context, and everything that its sequences share."""
 
     images: Images | None = None
-    """Reads prompts with images; None if no projector is open."""
+    """The object that reads prompts with images; None if no projector is open."""
     draft_model: DraftModels | None = None
-    """Guesses tokens for its sequences; None if no small model is open."""
+    """The small model that guesses tokens for the sequences; None if none is open."""
 
     def __init__(
         self,
@@ -70,7 +72,8 @@ class ModelRunner:
     ) -> None:
         """Load the model; everything is checked before the weights are read.
 
-        `ends_with_session`: the only session owns the runner, which closes with it.
+        `ends_with_session`: the runner belongs to its only session, and closes when the session
+        closes. Raises the errors of Session.
         """
         others = OtherWork()
         self._ends_with_session = ends_with_session
@@ -93,13 +96,15 @@ class ModelRunner:
         self._evicted_by_gone = 0
         self._counted_by_gone: Counter[str] = Counter()
         self._leaving: deque[SequenceSlot] = deque()
-        """Slots that are removed after the running step: see remove_slot_later()."""
+        """The slots that will be removed after the running step: see remove_slot_later()."""
         self._ends = False
         """True if the runner closes after the running step."""
         self._in_step = False
         try:
             self.factory = StoreFactory(self.model, config, partial(longest_part, self.model))
-            """Has the context of all stores, and what never changes of them."""
+            """The object that makes stores; it has their context, and the facts that
+            never change.
+            """
         except BaseException:
             self.model.close()
             raise
@@ -109,8 +114,8 @@ class ModelRunner:
         self.second_readings = SecondReadings(
             self.model, self.config, self.slots, self.kept_texts.await_prediction
         )
-        """What is read twice, and what is learnt from it."""
-        # A step reads all single tokens in addition to a piece of a prompt.
+        """The object that decides what is read twice, and what is learnt from it."""
+        # A step reads a piece of one prompt, and a single token and drafts of each other sequence.
         n_tokens = longest_part(self.model, self.config) + self.n_sequences - 1
         n_tokens += self.n_sequences * self.config.n_drafts
         self._batch = MicroBatch(n_tokens, self.model.n_vocab)
@@ -139,8 +144,8 @@ class ModelRunner:
 
     @property
     def untaught(self) -> str | None:
-        """Return how entries could be ranked better by a predictor that a device does not learn;
-        None if there is one, or if none can be learnt of the model.
+        """Return a sentence for the user about how a predictor, which is not learnt on a device,
+        would rank entries better; None if there is a predictor, or if the model allows none.
         """
         context = self.factory.context
         if isinstance(context, DeviceContext) and context.hook.rope_obstacle:
@@ -150,7 +155,8 @@ class ModelRunner:
     def add_slot(self, weight: float = 1.0) -> SequenceSlot:
         """Make a store for another sequence; it gets a share of the pool when it reads.
 
-        Raises PoolError if another sequence keeps the only place.
+        Raises SettingsError for a weight outside of 0.001 to 1000, PoolError if another sequence
+        keeps the only place, BudgetError without memory.
         """
         if not is_number(weight) or not 0.001 <= weight <= 1000.0:
             raise SettingsError(f"a weight cannot be {weight!r}; use a number from 0.001 to 1000")
@@ -185,12 +191,14 @@ class ModelRunner:
 
     @property
     def stores(self) -> list[Store]:
-        """Return the stores of all sequences, and one that waits for the next sequence."""
+        """Return the stores of all sequences, and the spare one that waits for the next sequence,
+        if any.
+        """
         spare = [] if self.factory.spare is None else [self.factory.spare]
         return [*(slot.store for slot in self.slots), *spare]
 
     def drafter(self) -> Drafter | None:
-        """Make what guesses the tokens of a sequence; None if nothing does."""
+        """Make an object that guesses the tokens of a sequence; None if no tokens are guessed."""
         config = self.config
         if config.spec_type == "none":
             return None
@@ -202,11 +210,11 @@ class ModelRunner:
     def remove_slot(self, slot: SequenceSlot) -> None:
         """Free a sequence after the running step; the others get its share.
 
-        If it is that of a session alone, the model is freed, too. Another thread that reads it gets
-        an EntropyKVError, at the latest with its next micro-batch.
+        If the sequence belongs to a session without a pool, the model is freed, too. Another thread
+        that reads the sequence gets an EntropyKVError, at the latest with its next micro-batch.
         """
         if self.scheduler.is_forked:
-            return  # The memory is the system's to free, and nothing else is this process's.
+            return  # The system frees its memory; all else is the parent's.
         self.refuse(slot)
         self.remove_slot_later(slot)
         with self.scheduler.between_steps(even_closed=True):
@@ -244,7 +252,9 @@ class ModelRunner:
         self.scheduler.cancel(slot, _CLOSED)
 
     def _tidy(self) -> None:
-        """Do what had to wait for the end of a step, or of an action between two steps."""
+        """Remove the slots, or close the runner, as was asked for during a step or during an action
+        between two steps.
+        """
         if self._in_step:
             return
         while self._leaving:
@@ -255,7 +265,8 @@ class ModelRunner:
     def foresee(self, slot: SequenceSlot) -> None:
         """Enlarge a share for the expected text if the new share holds the whole text.
 
-        Otherwise, entries that will be evicted get their echoes before the share changes.
+        If it does not, the share stays for now, so that echoes score the entries before any of them
+        are evicted.
         """
         if slot.live and slot.expected <= slot.shared_for:
             return
@@ -274,17 +285,17 @@ class ModelRunner:
         if keeps_place or not self.shared.is_private:
             self.shared.forget(slot)
         self._evicted_by_gone += slot.evicted
-        if keeps_place:  # It belongs to the next session.
+        if keeps_place:  # The next session uses this store.
             self.factory.spare = slot.store
         else:
             slot.store.close()
 
     @contextlib.contextmanager
     def exclusively(self, slot: SequenceSlot) -> Iterator[None]:
-        """Change a sequence between two steps.
+        """Let the `with` block change a sequence between two steps.
 
-        Raises EntropyKVError if its session or the pool is closed, and within a step, in which the
-        garbage collector may close a generator.
+        Raises EntropyKVError if the session of the sequence or the pool is closed. Also raises it
+        within a step, where the garbage collector may close a generator.
         """
         with self.scheduler.between_steps():
             if self._in_step:
@@ -310,7 +321,9 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
-        """Use a live sequence's store between two steps; raises PoolError without room."""
+        """Give the `with` block the store of a sequence between two steps, after making the
+        sequence live; raises PoolError if there can be no room.
+        """
         while True:
             with self.exclusively(slot):
                 if self._is_live_now(slot):
@@ -325,7 +338,8 @@ class ModelRunner:
         _check_there(slot)
         if slot.live:
             return True
-        now = time.monotonic()  # One moment for both: a sequence may become idle between them.
+        # Both calls below get the same time, because a sequence may become idle between them.
+        now = time.monotonic()
         try:
             self.shared.make_live(slot, now)
         except PoolError:
@@ -340,7 +354,8 @@ class ModelRunner:
         try:
             if not self._is_live_now(slot):
                 return False
-            # This excludes echoes: entries that the budget will drop get them before.
+            # A part that is only an echo has no tokens: the share must not change before the echo
+            # has scored the entries.
             if work.part.tokens:
                 self.shared.note_growth(slot)
         except Exception as error:
@@ -393,7 +408,9 @@ class ModelRunner:
         *,
         use_gpu: bool = False,
     ) -> Images:
-        """Open the model's projector, and close an earlier one: see Session.open_projector."""
+        """Open a projector for the model, and close the earlier one: see
+        Session.open_projector().
+        """
         threads = self.config.options.threads_batch
         images = Images(Projector(path, self.model, n_threads=threads, use_gpu=use_gpu), limits)
         former, self.images = self.images, images

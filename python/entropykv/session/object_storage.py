@@ -1,7 +1,7 @@
 """Keep the files of documents in object storage (S3, Google Cloud Storage, and others of fsspec).
 
-A document there has an address such as s3://bucket/folder/book.kv. A machine reads from a copy on
-its own disk, which is fetched anew if the file in the storage is another one than the copy.
+A document there has an address such as s3://bucket/folder/book.kv. A machine reads a document from
+a copy on its own disk. If the file in the storage has changed since, the copy is fetched again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COPIED = ".copied"
 """The ending of a file that is being copied from a storage, or to a storage of files."""
 _HEADER_BLOCK = 1 << 18
-"""Bytes that are asked for at a time where only the header of a document is read."""
+"""How many bytes are read at a time from a file of which only the header is wanted."""
 
 
 def is_address(path: str | os.PathLike[str]) -> bool:
@@ -71,7 +71,7 @@ class ObjectStorage:
             raise SettingsError(f"{address}: cannot be used ({reason_of(error, 200)})") from None
 
     def stamp(self, key: str) -> FileStamp | None:
-        """Return what distinguishes two versions of a file; None if there is none."""
+        """Return a stamp that differs between two versions of a file; None if there is no file."""
         with self._answers(key):
             try:
                 path = self._path(key)
@@ -113,7 +113,9 @@ class ObjectStorage:
                 return None
 
     def ends_as(self, key: str, path: Path) -> bool:
-        """Tell whether a document ends with the digest with which a file on the disk ends."""
+        """Tell whether a document in the storage ends with the same digest as the file at `path` on
+        the disk.
+        """
         with self._answers(key), path.open("rb") as file:
             file.seek(-min(DIGEST_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
             return bool(self._files.cat_file(self._path(key), start=-DIGEST_BYTES) == file.read())
@@ -121,8 +123,8 @@ class ObjectStorage:
     def store(self, path: Path, key: str) -> None:
         """Copy a file from the disk to the storage, where it appears complete.
 
-        Object storage replaces a file as a whole. A directory (file://) would let readers see a
-        file that is being overwritten, so that the copy is made beside it and renamed.
+        Object storage replaces a file as a whole. In a directory (file://), readers would see a
+        half-written file, so there the copy is made beside the old file and renamed.
         """
         with self._answers(key):
             target = self._path(key)
@@ -161,8 +163,8 @@ def _replaced(path: Path, mode: int) -> Iterator[Path]:
     """Yield a new file beside `path`, which gets the name `path` at the end, or is removed after an
     error.
 
-    `mode`: who may read it, less what the umask forbids. What processes have left that were killed
-    while they copied is removed first. Raises OSError.
+    `mode`: the permissions of the new file, without those that the umask forbids. Files that killed
+    processes have left half-copied are removed first. Raises OSError.
     """
     remove_unlocked(path.parent, f"{glob.escape(path.name)}.*{_COPIED}")
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_COPIED}")

@@ -31,16 +31,16 @@ class SequenceReader:
         text: SessionText,
         drafter: Drafter | None = None,
     ) -> None:
-        """Read for one slot of a runner; `text` keeps checkpoints meanwhile.
+        """Read the text of one slot of a runner; meanwhile, `text` keeps checkpoints.
 
-        `drafter` guesses tokens ahead, and is closed with the reader; None: nothing does.
+        `drafter` guesses tokens ahead, and is closed with the reader; None: no tokens are guessed.
         """
         self._runner = runner
         self._slot = slot
         self._store = slot.store
         self._text = text
         self.drafting: Drafting | None = None
-        """What guesses the next tokens; None: nothing does."""
+        """The object that guesses the next tokens; None: no tokens are guessed."""
         self._own_products: bool | None = None
         """Whether our kernels compute all products of weights; None: not known yet."""
         if drafter is not None:
@@ -53,19 +53,21 @@ class SequenceReader:
 
     @property
     def chunk(self) -> int:
-        """Return how many tokens of text are read at once at most."""
+        """Return the most tokens of text that one micro-batch reads."""
         return self._echo.chunk if self._echo else self._runner.config.n_ubatch
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of the text's tokens and logits, of the records where it was cut, and of
-        what guesses.
+        """Return the bytes of the tokens and logits of the text, of the records of its
+        micro-batches, and of the drafter.
         """
         return self._slot.text.n_bytes + (self.drafting.n_bytes if self.drafting else 0)
 
     @property
     def _echo(self) -> Echo | None:
-        """Return the object that makes echoes; None if texts are not, or no longer, read twice."""
+        """Return the object that makes echoes; None if this text is not read twice, or not any
+        more.
+        """
         return self._runner.second_readings.echo_of(self._slot)
 
     def read(
@@ -78,8 +80,9 @@ class SequenceReader:
     ) -> Iterator[Logits | None]:
         """Yield each micro-batch's logits after reading it: None for those without logits.
 
-        Shape (tokens, n_vocab) with `all_logits`, else (1, n_vocab) of the last token. `writes`:
-        the tokens were written, and are not (the rest of) a prompt; None: a single token counts as
+        Logits have the shape (tokens of the micro-batch, n_vocab) with `all_logits`. Otherwise only
+        the last micro-batch has logits, (1, n_vocab), of the last token. `writes`: True if the
+        tokens were written, False if they belong to a prompt; None: a single token counts as
         written. `gives_way`: prompts of other sessions of the pool that arrive meanwhile are read
         first. Raises what Session.decode() raises.
         """
@@ -98,7 +101,7 @@ class SequenceReader:
         echoes = self._echo is not None and self._evicts(len(ids))
         if echoes or self._awaits_echoes(len(ids)):
             self._catch_up(len(ids), arrival)
-        # It is true if a longer text would not be cut before the next micro-batch.
+        # True if reading a longer text would not begin a micro-batch here.
         continues = False
         while ids:
             # Echoes may end within the text, once the predictor is fitted.
@@ -124,7 +127,7 @@ class SequenceReader:
     def propose_drafts(self, token: int, most: int) -> list[int]:
         """Return up to `most` guesses of what follows a token that is read next.
 
-        Fewer, or none, where reading more of them would cost more time than it saves.
+        Returns fewer, or none, where reading more guesses would cost more time than it saves.
         """
         if self.drafting is None or most < 1 or self._may_change_bits():
             return []
@@ -133,8 +136,9 @@ class SequenceReader:
         return list(itertools.takewhile(lambda draft: not is_placeholder(draft), drafts))
 
     def _may_change_bits(self) -> bool:
-        """Tell whether `auto` should not draft, because llama.cpp computes products of weights: its
-        results depend on the number of tokens.
+        """Tell whether drafts may change results that the option spec_type `auto` should not
+        change: where llama.cpp computes products of weights, whose bits depend on the number of
+        tokens.
         """
         if self._runner.config.options.spec_type != "auto":
             return False
@@ -152,10 +156,10 @@ class SequenceReader:
 
         `verify` gets the logits of all tokens that were read, (1 + drafts, n_vocab), float32, and
         returns how many of the drafts are right. It is called within a step, in any thread, and
-        must not raise; it is not called where no drafts are read, because wrong ones could not be
-        undone. Afterwards the session is as if the right tokens had been read one by one: bit by
-        bit where the products of all weights are ours. Raises what Session.decode() raises, and
-        EntropyKVError for a number of drafts that `verify` did not get.
+        must not raise; `verify` is not called if no drafts are read, as where wrong ones could not
+        be undone. Afterwards the session is as if the right tokens had been read one by one, bit by
+        bit where our own kernels compute all products of weights. Raises what Session.decode()
+        raises, and EntropyKVError for a number of drafts that `verify` did not get.
         """
         runner, slot, text = self._runner, self._slot, self._slot.text
         runner.check_usable(slot)
@@ -185,10 +189,11 @@ class SequenceReader:
         return part.n_right
 
     def _most_drafts(self) -> int:
-        """Return how many drafts may follow the next token as far as the sequence is concerned.
+        """Return how many drafts may follow the next token, by the context, the share and the
+        echoes of the sequence.
 
-        Before a longer text changes the shares of a pool, and while echoes are due, a single token
-        is read.
+        It is 0, so that a single token is read, before a longer text changes the shares of a pool,
+        and while echoes are due.
         """
         config, slot = self._runner.config, self._slot
         end = min(config.n_ctx, slot.shared_for or config.n_ctx)
@@ -198,14 +203,15 @@ class SequenceReader:
         return most
 
     def _before_end(self, n_tokens: int, all_logits: bool) -> int:
-        """Return how many of n_tokens tokens come before the end of a prompt, whose micro-batches
-        are small if frozen entries are searched.
+        """Return how many of n_tokens tokens come before the end of a prompt. The end is read in
+        small micro-batches if frozen entries are searched.
         """
         config = self._runner.config
         n_before = n_tokens - config.recall_end
         if all_logits or n_before <= 0:
             return 0
-        # What is left over belongs to the end, since a few tokens take nearly as long as many.
+        # The number is rounded down to whole micro-batches, since a few tokens take nearly as long
+        # as many.
         return n_before - n_before % config.recall_micro_batch
 
     def _largest_chunk(self, n_tokens: int, n_before: int) -> int:
@@ -276,7 +282,9 @@ class SequenceReader:
             self._store.freezing.check()
 
     def _decode(self, part: Part, arrival: int) -> Logits | None:
-        """Decode a micro-batch at the end of the text; if that fails, the sequence is broken."""
+        """Decode a micro-batch at the end of the text, and return its logits; if this fails
+        half-way, the sequence is marked as broken.
+        """
         slot = self._slot
         slot.broken = True
         try:
@@ -284,16 +292,18 @@ class SequenceReader:
             self._runner.scheduler.submit(slot, part, arrival)
             return part.result()
         except EntropyKVError:
-            slot.broken = not part.untouched  # It is not broken if nothing was read.
+            slot.broken = not part.untouched  # If the store is unchanged, the sequence can go on.
             raise
 
     def _evicts(self, n_tokens: int) -> bool:
-        """Tell whether the budget cannot hold the whole text if it grows by n_tokens."""
+        """Tell whether the budget must evict entries of the text if it grows by n_tokens."""
         self._runner.foresee(self._slot)
         return self._slot.text.position + n_tokens > self._store.reach().whole
 
     def _awaits_echoes(self, n_tokens: int, ahead: int = 0) -> bool:
-        """Tell whether echoes must begin before the bytes are full, so that no token waits long."""
+        """Tell whether echoes of written text must begin now, before the budget is full, so that no
+        token waits long. `ahead`: how many further tokens will be written first.
+        """
         if self._echo is None or n_tokens >= LEAST_TOKENS:
             return False
         whole = self._store.reach().whole
@@ -305,7 +315,8 @@ class SequenceReader:
         return room <= self._echo.tokens_ahead(position - text.echoed)
 
     def _catch_up(self, n_tokens: int, arrival: int) -> None:
-        """Read missing echoes, if there are enough, before `n_tokens` more evict the text.
+        """Read the echoes of text that has none yet, if it is long enough, before reading
+        `n_tokens` more evicts some of it.
 
         Before a written token, only one chunk is repeated; the other chunks follow before later
         tokens.
@@ -335,8 +346,8 @@ class SequenceReader:
     def _echo_of(self, chunk: Sequence[int], first: int | None = None) -> list[int]:
         """Return the echo of a chunk that is read now, or was read from position `first` on.
 
-        It is empty if it would exceed the model's positions, and if it would teach nothing although
-        scores can be predicted.
+        The echo is empty if it would exceed the positions of the model, or if scores can be
+        predicted and the chunk would not improve the predictor.
         """
         if self._echo is None or not self._runner.second_readings.is_worth_echo(chunk):
             return []

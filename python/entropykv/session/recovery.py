@@ -17,13 +17,13 @@ import numpy.typing as npt
 from entropykv.settings.recovery import Recovery, Rung
 
 LEAST_DEVIATION = 0.25
-"""The least deviation in bits. If a text is nearly certain, all values are within a hundredth of a
-bit of each other, and small changes must not count as spikes.
+"""The deviation in bits that is assumed at least. If a text is nearly certain, all values are
+within a hundredth of a bit of each other, and small changes must not count as spikes.
 """
 
 _LEAST_LOGIT = -80.0
-"""The least logit, relative to the largest one: exp() of less is not a normal float32, and its
-product with minus infinity is not finite.
+"""Lower logits, relative to the largest one, are raised to this: their exp() would not be a normal
+float32, and its product with minus infinity would not be finite.
 """
 
 
@@ -37,7 +37,7 @@ class Climb:
     rung: Rung
     entropy: float
     mean_entropy: float
-    """The mean entropy of the earlier tokens."""
+    """The mean entropy of the earlier tokens, in bits."""
     top_probability: float
     restored: int = 0
     """How many entries of all KV heads were restored."""
@@ -70,18 +70,18 @@ class Ladder:
         self._surprise = _Running(recovery)
         self._since_climb = recovery.refractory
         self._calm = 0
-        self._rewalked = -recovery.rewalk  # No position was rewalked yet.
+        self._rewalked = -recovery.rewalk  # No token was rewalked yet.
         self.rung = Rung.NONE
         """The current rung, from which the ladder is climbed."""
 
     def observe(self, logits: npt.NDArray[np.float32], position: int) -> Climb | None:
         """Examine the logits, (n_vocab,), after `position` tokens; returns a climb, or None.
 
-        The caller restores the entries, and reports how many.
+        The caller restores the entries of the rung; `restored` of the climb is still 0.
         """
         entropy, top_probability = self._distribution.measure(logits)
         if not math.isfinite(entropy):
-            # This is not a distribution, and the means would never recover from such a value.
+            # Such logits are no distribution, and the means would never recover from their entropy.
             return None
         mean = self._entropy.mean
         spikes = self._entropy.take(entropy), self._surprise.take(-math.log2(top_probability))
@@ -137,8 +137,8 @@ class _Distribution:
         self._exponentials = np.empty(n_vocab, np.float32)
 
     def measure(self, logits: npt.NDArray[np.float32]) -> tuple[float, float]:
-        """Return the entropy in bits, and the top probability; NaN for logits without a largest
-        one.
+        """Return the entropy of the softmax in bits, and the largest probability; (NaN, NaN) for
+        logits without a largest one.
         """
         z, exponentials = self._logits, self._exponentials
         with np.errstate(invalid="ignore"):

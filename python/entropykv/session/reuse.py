@@ -1,7 +1,7 @@
 """Decide which part of a text that was read before a prompt can continue from.
 
-EntropyLlama asks this for its own sequence, and --prompt-cache for its file. A pool asks it for the
-checkpoints, and the server for the conversations, that a PrefixIndex finds. Each caller describes a
+EntropyLlama uses it for its own sequence, the option --prompt-cache for its file, a pool for the
+checkpoints and the server for the conversations that a PrefixIndex finds. Each caller describes a
 text as a HeldText, and applies the Reuse that reuse_of() returns. Nothing here changes a sequence.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, TypeVar, cast
 from entropykv.session.sequence import ReadParts, TokenSequence
 
 _BLOCK = 256
-"""How many tokens of two texts are compared at once."""
+"""How many tokens of two texts are compared in one operation."""
 Kind = TypeVar("Kind", bound=Hashable)
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -> int:
-    """Return the length of the common beginning of two sequences, which are known to be equal up to
-    `begin`.
+    """Return how many tokens two sequences have in common at their beginning; the first `begin` are
+    known to be equal.
     """
     if type(first) is not type(second):  # Sequences of different types are never equal.
         first, second = array("i", first), array("i", second)
@@ -73,13 +73,13 @@ class PrefixIndex:
     """Hold texts of several kinds by their tokens and owners, in the order of their last use.
 
     A pool has one, which holds everything that a prompt may continue from: checkpoints, texts that
-    are swapped out, idle conversations of a server, and prompts that are just being read. It is a
-    trie over tokens whose edges are runs of tokens (a radix tree), one for each owner, so that
-    nobody's lookup takes longer because of the texts of others. A lookup compares a prompt along
-    one path, however many texts begin with it. Edges hold no tokens of their own: each refers to
-    one of the texts below it, whose tokens must therefore not change.
+    are swapped out, idle conversations of a server, and prompts that are just being read. It has a
+    trie over tokens whose edges are runs of tokens (a radix tree) for each owner, so that no lookup
+    takes longer because of the texts of other owners. A lookup compares a prompt along one path,
+    however many texts begin with it. Edges hold no tokens of their own: each refers to one of the
+    texts below it, whose tokens must therefore not change.
 
-    The texts of each kind leave in the order of their last use: whoever has to drop, swap out or
+    The texts of each kind leave in the order of their last use: code that has to drop, swap out or
     forget texts of a kind begins with the first. Any thread may use the index at any time.
     """
 
@@ -87,7 +87,8 @@ class PrefixIndex:
         """Start empty."""
         self.lock = threading.RLock()
         """Held while texts are looked at that another thread might remove. It is the last in the
-        order of locks: who holds it waits for no other one, nor for the end of a step.
+        order of locks: a thread that holds it must not wait for another lock, nor for the end of a
+        step.
         """
         self._texts: dict[type, dict[Hashable, _Text]] = {}
         """The texts of each kind; the least recently used is the first."""
@@ -121,8 +122,8 @@ class PrefixIndex:
             texts[item] = replace(texts.pop(item), last_use=self._uses)
 
     def remove(self, item: Hashable) -> bool:
-        """Remove a text, which is the caller's then; returns False if it is not there, because
-        somebody else was faster.
+        """Remove a text; returns False if it was not there, because another thread has removed it.
+        After True, no other thread gets the text.
         """
         with self.lock:
             text = self._texts.get(type(item), {}).pop(item, None)
@@ -133,7 +134,9 @@ class PrefixIndex:
             return True
 
     def _tidy(self, node: _Node, gone: _Text) -> None:
-        """Merge and remove nodes that a text has left, and let no edge refer to it."""
+        """Merge or remove the nodes that are not needed any more without the text `gone`, and let
+        no edge refer to its tokens.
+        """
         while (above := node.parent) is not None and not node.items and len(node.children) < 2:
             first = gone.tokens[above.end]
             del above.children[first]
@@ -168,8 +171,8 @@ class PrefixIndex:
         """Return the owner's texts of a kind that begin as `tokens` do, and how many tokens both
         share.
 
-        Those that share most come first; of these, the ones that end there, and then the most
-        recently used.
+        The texts that share most come first; of several that share as many tokens, texts that end
+        there, and then the most recently used.
         """
         with self.lock:
             return [(item, shared) for item, _, shared in self._along(kind, tokens, owner)]
@@ -194,12 +197,12 @@ class PrefixIndex:
         owner: Hashable,
         saved: Callable[[Any, int], int],
     ) -> tuple[Kind | None, int]:
-        """Return the owner's text of a kind that saves most reading, and how many tokens; (None, 0)
-        if none does.
+        """Return the text of a kind and owner that saves most reading, and how many tokens it
+        saves; (None, 0) if none saves any.
 
-        `saved(item, shared)`: how many of the shared tokens a text saves; it is called with the
-        lock. If several save as many, it is one that ends there, then the one that shares most,
-        then the most recently used.
+        `saved(item, shared)`: returns how many of the `shared` tokens a text saves; it is called
+        while `lock` is held. If several texts save as many, one that ends there is taken, or else
+        the one that shares most, or else the most recently used.
         """
         best, most, ends = None, 0, False
         with self.lock:
@@ -215,7 +218,7 @@ class PrefixIndex:
     def _node_at(self, owner: Hashable, tokens: array[int]) -> _Node:
         """Return the node at which a text ends, after making it if necessary."""
         node, shared = self._path(owner, tokens)[-1]
-        if shared < node.end:  # The texts part within its edge.
+        if shared < node.end:  # The text ends, or differs, within the edge of this node.
             node = self._cut(node, shared)
         if shared == len(tokens):
             return node
@@ -227,7 +230,7 @@ class PrefixIndex:
     def _cut(node: _Node, end: int) -> _Node:
         """Return a new node in the middle of an edge."""
         middle = _Node(end, node.parent, node.witness, {node.witness[end]: node})
-        if node.parent is not None:  # Only a root has none, and no text parts before it ends.
+        if node.parent is not None:  # Roots have no parent, and no edge leads to them.
             node.parent.children[node.witness[node.parent.end]] = middle
         node.parent = middle
         return middle
@@ -235,7 +238,7 @@ class PrefixIndex:
     def _path(self, owner: Hashable, tokens: array[int]) -> list[tuple[_Node, int]]:
         """Return the nodes along a text, each with how many tokens it and the text share.
 
-        That is less than the end of a node only for the last one.
+        Only for the last node may that be less than the end of the node.
         """
         node, shared = self._roots.get(owner) or _Node(), 0
         path = [(node, 0)]
@@ -250,7 +253,9 @@ class PrefixIndex:
 
 
 LEAST_SPARED = 32
-"""The fewest tokens for which a checkpoint or a copy is used: fewer are read just as quickly."""
+"""The fewest tokens for which a checkpoint or a copy is worth using: fewer are read just as
+quickly.
+"""
 
 
 class ReuseSource(Enum):
@@ -261,9 +266,11 @@ class ReuseSource(Enum):
     WHOLE = "whole"
     """The whole text: the prompt begins with it."""
     PROMPT = "prompt"
-    """The end of the last prompt, which equals this one: its logits are known."""
+    """The end of the last prompt, which is the same as this one, so that the logits there are
+    known.
+    """
     PART = "part"
-    """A part of the text, which is truncated."""
+    """A part of the text, which must be truncated."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +285,7 @@ class Reuse:
     why: str
 
 
-@dataclass(eq=False, slots=True)  # Freezing would cost time for every token.
+@dataclass(eq=False, slots=True)  # A frozen dataclass would cost time for every token.
 class HeldText:
     """Describe a text that was read, and the positions that its store can go back to."""
 
@@ -289,13 +296,13 @@ class HeldText:
     has_logits: bool
     """True if the logits of the last token are known."""
     reusable_from: int
-    """Where the text ended when an entry was last evicted; 0 if none ever was."""
+    """The position at which the text ended when an entry was last evicted; 0 if none ever was."""
     store_can_return_to: Callable[[int], bool]
     """A function that tells whether windows and recurrent layers can go back to a position."""
     is_whole: bool = True
-    """False after a decode that failed half-way: then only position 0 can be reached."""
+    """False after a decode that failed half-way: then the text can only be truncated to 0."""
     n_sure: int = 0
-    """The longest text of which every KV head keeps all entries for certain, in tokens."""
+    """The longest text, in tokens, of which every KV head is certain to keep all entries."""
     n_ctx: int = 0
 
     @classmethod
@@ -328,7 +335,9 @@ class HeldText:
         return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether truncating to a position leaves the entries of that time."""
+        """Tell whether truncating to a position leaves exactly the entries that were held when the
+        text ended there.
+        """
         if position == 0:
             return True
         if not self.is_whole or not self.reusable_from <= position <= self.position:
@@ -336,7 +345,9 @@ class HeldText:
         return position == self.position or self.store_can_return_to(position)
 
     def keeps_all_until(self, end: int) -> bool:
-        """Tell whether it is certain that nothing is evicted before the text has `end` tokens."""
+        """Tell whether it is certain that nothing is evicted while the text grows to
+        `end` tokens.
+        """
         return min(end, self.n_ctx) <= self.n_sure
 
     def leads_back_to_prompt(self, position: int, end: int) -> bool:
@@ -356,12 +367,12 @@ class Demand:
     that asking again gives the same numbers.
     """
     end: int | None = None
-    """The length that the text may reach without any eviction, for equal numbers; None: later
-    evictions do not matter.
+    """The length in tokens up to which nothing may be evicted, so that numbers are equal; None:
+    later evictions do not matter.
     """
     needs_logits: bool = True
-    """True if logits must be known at the end of the prompt; False: its last token is read again if
-    necessary.
+    """True if the logits at the end of the prompt are needed, so that its last token is read again
+    if they are not known.
     """
     knows_prompt: bool = False
     """True if the logits of the last prompt can be used when it is asked again."""
@@ -376,9 +387,9 @@ def reuse_of(
 ) -> Reuse:
     """Decide from which position a prompt must be read if a text is already held.
 
-    If the prompt begins with the text, all of the text is reused. Otherwise it is a part of the
-    common beginning, without the last token of the prompt, whose logits are needed. `shared`: how
-    many tokens both have in common, if that is known.
+    If the prompt begins with the text, all of the text is reused. Otherwise a part of the common
+    beginning is reused, without the last token of the prompt, whose logits are needed. `shared`:
+    how many tokens the text and the prompt have in common; None: not known yet.
     """
     n_tokens = len(prompt)
     shared = common_prefix(held.tokens, prompt) if shared is None else shared

@@ -1,7 +1,7 @@
 """Choose which tokens are read next: one decision per step, for all sequences of a pool.
 
-Every thread that decodes submits its next tokens and waits. One thread leads: it makes the steps
-for all waiting threads until its own tokens are read, and then another one leads. A step reads the
+Every thread that decodes submits its next tokens and waits. One thread leads: it makes steps for
+all waiting threads until its own tokens are read, and then another thread leads. A step reads the
 single token of every session that writes, and one piece of the prompt that arrived first. Therefore
 no stream waits for more than one piece, and the products of many single tokens cost little more
 than those of one.
@@ -22,36 +22,43 @@ from entropykv.store.step import Part
 MOST_PATIENCE = 0.05
 """The most seconds that a step waits for the next tokens of the sessions in the last step."""
 PATIENCE = 0.5
-"""The most that a step waits for next tokens, as a fraction of the last step's time."""
+"""The most that a step waits for the next tokens of the sessions in the last step, as a fraction of
+the time of that step.
+"""
 _CHECK_INTERVAL = 0.02
-"""Seconds between two checks of a leader without work whether a session is idle."""
+"""The seconds after which a leader without work checks again whether a session is idle."""
 
 
 @dataclass(eq=False)
 class Work:
-    """Hold the next tokens of a sequence."""
+    """Hold the next tokens of a sequence, while the thread that submitted them waits."""
 
     owner: Hashable
     part: Part
     arrival: int
-    """The number of their text, from arrive(): earlier texts are read first."""
+    """The number of the text that the tokens belong to, from arrive(): texts with lower numbers are
+    read first.
+    """
     turn: threading.Condition = field(default_factory=threading.Condition)
-    """Wakes only its own thread: when the tokens were read, or when the thread must lead."""
+    """Wakes the thread that submitted this work: when its tokens were read, or when it
+    must lead.
+    """
     thread: int = field(default_factory=threading.get_ident)
     done: bool = False
 
     @property
     def is_single(self) -> bool:
-        """Tell whether it is one token, as when a session writes."""
+        """Tell whether the work is a single token, with its drafts, as when a session writes."""
         return self.part.is_single
 
 
 def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
-    Without `together`, it is either the one or the other, in turns: recurrent layers accept only
-    sequences of equal length, a device attends to single tokens of several sequences in llama.cpp's
-    own graph if nothing else is read, and llama.cpp reads either tokens or embeddings in one step.
+    Without `together`, a step reads either the single tokens or the piece, in turns: recurrent
+    layers accept only sequences of equal length, a device attends to single tokens of several
+    sequences in llama.cpp's own graph if nothing else is read, and llama.cpp reads either tokens or
+    embeddings in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]
@@ -78,10 +85,10 @@ class Scheduler:
         """Use `admit`, which makes a sequence live or returns that it has to wait, and `run`, which
         does a step.
 
-        `together`: see choose(). `least_patience`: a step waits for as many seconds, however short
-        the last one was, for the sessions in it. `tidy` is called before and after every step, and
-        before and after actions between two steps: it does what could not be done when it was
-        requested.
+        `together`: see choose(). `least_patience`: how many seconds a step waits at least for the
+        sessions of the last step, however short that was. `tidy` is called before and after every
+        step, and before and after actions between two steps, to do what could not be done within a
+        step.
         """
         self._admit = admit
         self._run = run
@@ -92,14 +99,14 @@ class Scheduler:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Wakes the thread that gathers the works of a step, and those that wait for the end of
-        one.
+        """Wakes the thread that gathers the works of a step, and the threads that wait for the end
+        of a step.
         """
         self._waiting: list[Work] = []
         self._step: list[Work] = []
-        """The works that are being read."""
+        """The works of the running step."""
         self._expected: dict[Hashable, int] = {}
-        """Owners in the last step, and their threads; they may soon submit more."""
+        """The owners of works in the last step, each with its thread; they may soon submit more."""
         self._leader: int | None = None
         """The thread that makes a step, or does something between two steps."""
         self._gatherer: int | None = None
@@ -115,14 +122,15 @@ class Scheduler:
         return len(self._waiting)
 
     def arrive(self) -> int:
-        """Return the number of a new text: earlier ones are read first."""
+        """Return a number for a new text; texts with lower numbers are read first."""
         self._check_process()
         with self._changed:
             self._arrivals += 1
             return self._arrivals
 
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
-        """Submit a part; returns when it was read, with or without an error.
+        """Submit a part of a text and wait until it was read; an error of reading it is then in
+        `part.error`.
 
         Raises EntropyKVError after close(), and in a process that was forked.
         """
@@ -146,7 +154,9 @@ class Scheduler:
                 self._hand_over()
 
     def _is_led(self) -> bool:
-        """Tell whether a thread makes a step, gathers one, or does something between two."""
+        """Tell whether a thread makes a step, gathers the works of one, or does something between
+        two steps.
+        """
         return self._leader is not None or self._guests > 0 or self._gatherer is not None
 
     def _hand_over(self) -> None:
@@ -155,7 +165,9 @@ class Scheduler:
             self._waiting[0].turn.notify()
 
     def _awaited(self, gatherer: int) -> bool:
-        """Tell whether a gathering thread waits for the next tokens of others."""
+        """Tell whether the thread that gathers works should wait for the next tokens of owners with
+        other threads.
+        """
         return any(thread != gatherer for thread in self._expected.values())
 
     def rest(self, owner: Hashable) -> None:
@@ -165,7 +177,9 @@ class Scheduler:
                 self._changed.notify_all()
 
     def cancel(self, owner: Hashable, why: str = "the decode was called off") -> None:
-        """Cancel the waiting tokens of an owner: its thread gets a PoolError with the reason."""
+        """Cancel the waiting tokens of an owner: the thread that submitted them gets a PoolError
+        with the reason `why`.
+        """
         self._drop(lambda work: work.owner is owner, PoolError(why))
 
     def close(self, why: str) -> None:
@@ -181,7 +195,8 @@ class Scheduler:
     def is_forked(self) -> bool:
         """Tell whether this process was forked from the one that made the scheduler.
 
-        It has none of the threads that compute steps, and perhaps a lock that nobody frees.
+        Such a process has none of the threads that compute steps, and may have a lock that no
+        thread frees.
         """
         return os.getpid() != self._process
 
@@ -197,7 +212,9 @@ class Scheduler:
             raise EntropyKVError(self._closed)
 
     def _drop(self, concerns: Callable[[Work], bool], error: EntropyKVError) -> None:
-        """Remove works from the waiting ones; a running step is completed."""
+        """End the waiting works that `concerns` selects with an error; works of a running step are
+        completed.
+        """
         with self._changed:
             for work in [each for each in self._waiting if concerns(each)]:
                 if work not in self._step:
@@ -217,7 +234,7 @@ class Scheduler:
 
     @contextmanager
     def between_steps(self, *, even_closed: bool = False) -> Iterator[None]:
-        """Change the pool in the `with` block, between two steps; it may be nested.
+        """Let the `with` block change the pool between two steps; such blocks may be nested.
 
         Raises EntropyKVError after close(), unless `even_closed`, and in a process that was forked.
         """
@@ -251,7 +268,7 @@ class Scheduler:
     def _lead(self) -> None:
         """Make one step, or wait until a session becomes idle."""
         self._gather()
-        # All this may have changed while it waited.
+        # Another thread may have changed this while the calling one waited.
         if self._leader is not None or self._guests or not self._waiting:
             return
         self._leader = threading.get_ident()
@@ -272,7 +289,9 @@ class Scheduler:
             self._changed.wait(_CHECK_INTERVAL)
 
     def _do(self, ready: Sequence[Work]) -> None:
-        """Read the works of the next step; the others continue to wait."""
+        """Make a step with the works that choose() takes from `ready`; the other works continue to
+        wait.
+        """
         self._singles_turn = not self._singles_turn
         with self._changed:
             possible = [work for work in ready if work.part.error is None]
@@ -301,7 +320,9 @@ class Scheduler:
         self._changed.notify_all()
 
     def _gather(self) -> None:
-        """Wait shortly for the sessions of the last step, so that their tokens join this one."""
+        """Wait shortly for the next tokens of the sessions of the last step, so that they join this
+        step.
+        """
         own = self._gatherer = threading.get_ident()
         end = time.monotonic() + self._patience
         try:

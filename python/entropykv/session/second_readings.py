@@ -3,11 +3,12 @@
 An echo is the second reading of a chunk (echo.py); a PredictorFit learns from it. Everything is
 called by the thread that makes a step, or between two steps.
 
-Lessons are taken in rounds. The predictor that the rounds before have left is tested with the
-lessons of each round, which it was not fitted to. Until enough tokens agree for it to be used, it
-is fitted to all rounds; then each round has a fit of its own, and the predictor is the mean of all.
-So no sums of products of a text's keys and values are written to a file. The predictor is complete
-when enough texts have taught a round.
+A lesson is what the echo of a chunk shows about one entry: its features, and how much attention the
+echo gave to it. Lessons are collected in rounds. With the lessons of each round, the predictor of
+the earlier rounds is tested, which was not fitted to them. Until enough tokens agree for it to be
+used, it is fitted to all rounds; then each round has a fit of its own, and the predictor is the
+mean of all. So no sums of products of a text's keys and values are written to a file. The predictor
+is complete when enough texts have each contributed about a round of lessons.
 """
 
 from __future__ import annotations
@@ -28,34 +29,37 @@ from entropykv.store.protocol import Learning, Store
 from entropykv.store.step import Part
 
 ROUND_TOKENS = 224
-"""The least tokens of a round."""
+"""The fewest tokens of a round."""
 LEAST_TOKENS = 448
-"""The least tokens that a predictor is learnt from before it is used."""
+"""The fewest tokens that a predictor is learnt from before it is used."""
 LEAST_TEXTS = 8
-"""The least texts that a predictor is learnt from before it is complete. What one text teaches is
-much better or worse than what another one does. Besides, a single conversation of a server may be
-made to mislead.
+"""The fewest texts that a predictor is learnt from before it is complete. The lessons of one text
+may be much better or worse than those of another, and a single conversation of a server may be made
+to mislead.
 """
 LEAST_CORRELATION = 0.3
-"""The least correlation of predictions with what a round shows; less means that its text and those
-before it have little in common, or that the model's lookups cannot be predicted.
+"""The least correlation between predictions and the lessons of a round. Less means that the text of
+the round and earlier texts have little in common, or that no linear function predicts what this
+model attends to.
 """
 MOST_DISAGREEMENTS = 4
-"""The most rounds that disagree with what earlier ones have taught; after them, the predictor of
-the last round is used by this process, and not kept for others.
+"""How many rounds may disagree with earlier ones before learning ends; then this process uses the
+predictor of the last round, and does not keep it for others.
 """
 LEAST_NEW = 0.5
-"""The share of a text's tokens that must be new, each with the three tokens before it; a text that
-repeats itself teaches nothing.
+"""The fraction of the tokens of a text that must be new, each together with the three tokens before
+it; a text that repeats itself teaches nothing.
 """
 _CONTEXT = 4
 
 
 class PredictorFit:
-    """Collect what the second reading of the first texts shows, and learn the predictor from it.
+    """Collect lessons from the second reading of the first texts, and learn the predictor of scores
+    from them.
 
-    All stores of a pool share the collected sums and the predictor. The texts alone decide when it
-    is complete, between two steps, so that the same texts are always treated equally.
+    All stores of a pool share the collected sums and the predictor. When the predictor is complete
+    depends on the texts alone, and it changes only between two steps, so that the same texts always
+    give the same results.
     """
 
     predictor: ScorePredictor | None = None
@@ -63,7 +67,7 @@ class PredictorFit:
     n_tokens = 0
     """How many tokens were read twice in this process."""
     n_needed = LEAST_TOKENS
-    """How many tokens the predictor is learnt from at least before it is used."""
+    """The fewest tokens that the predictor is learnt from before it is used."""
 
     def __init__(
         self,
@@ -75,33 +79,34 @@ class PredictorFit:
     ) -> None:
         """Continue from what earlier processes have `learnt`, if anything.
 
-        `file`: where it is kept; None: nowhere. For the user, `obstacle` says why what was kept
-        there cannot be used, and `outcome` why nothing can be kept.
+        `file`: where the predictor is kept for other processes; None: nowhere. `obstacle`,
+        `outcome`: sentences for the user that say why the content of the file cannot be used, and
+        why nothing can be kept.
         """
         self._model_name = model_name
         self._file = file
         self.learnt = learnt
-        """What is known so far, complete or not; None: nothing."""
+        """The predictor that is known so far, complete or not; None: none is."""
         self._growing: GrowingPredictor | None = None
         self._n_texts = 0 if learnt is None else learnt.n_texts
         self._obstacle = obstacle
         self.predicts = learnt is not None
-        """Whether scores are predicted by now."""
+        """True if scores of new entries are predicted already."""
         self._n_taught = 0
-        """The tokens of the current round."""
+        """How many tokens have given lessons in the current round."""
         self._n_disagreed = 0
         self._seen: set[tuple[int, ...]] = set()
-        """The tokens that have taught something, each with the tokens before it."""
+        """The tokens that have given lessons, each with the tokens before it."""
         self._teachers: dict[int, tuple[int, int]] = {}
-        """Where the part of each slot's text ends that has taught something, and how many tokens
-        that were.
+        """For each slot, by number: the position up to which its text has given lessons, and how
+        many of its tokens have.
         """
         self._outcome = outcome
         self._told = False
 
     def watch(self, learning: Learning, layers: Sequence[_core.LayerShape]) -> None:
-        """Collect sums from the texts of a store, until the predictor is complete; `layers`: the
-        model's attention layers.
+        """Collect lessons from the texts of a store, until the predictor is complete. `layers`: the
+        attention layers of the model.
         """
         if self.predictor is None:
             learning.collect_lessons(True)
@@ -116,15 +121,17 @@ class PredictorFit:
 
     @property
     def usable(self) -> ScorePredictor | None:
-        """Return what scores the entries of later texts; None if too little is known."""
+        """Return the predictor that scores the entries of later texts; None if it was not learnt
+        from enough tokens yet.
+        """
         known = self.predictor or self.candidate
         return known if known is not None and known.n_tokens >= self.n_needed else None
 
     def reads_twice(self, slot: SequenceSlot) -> bool:
         """Tell whether the text of a slot is read twice, as far as the budget does not hold it.
 
-        Once enough is known, a text that has taught a round is read once, and other texts are
-        awaited.
+        Once a predictor can be used, a text that has given a round of lessons is read only once, so
+        that other texts give the next rounds.
         """
         if self.predictor is not None or slot.text.is_document:
             return False
@@ -133,26 +140,28 @@ class PredictorFit:
         return self._taught_by(slot, slot.text.position) < ROUND_TOKENS
 
     def teaches(self, tokens: Sequence[int]) -> bool:
-        """Tell whether most of these tokens are new, so that they teach something."""
+        """Tell whether enough of these tokens are new, so that an echo of them gives useful
+        lessons.
+        """
         contexts = _contexts_of(tokens)
         return len(contexts - self._seen) >= LEAST_NEW * len(tokens)
 
     def is_worth_echo(self, tokens: Sequence[int]) -> bool:
-        """Tell whether tokens should be read twice: while nothing is known, because their own
-        second reading ranks them; later, only if they teach something.
+        """Tell whether tokens should be read twice. While no scores are predicted, they should,
+        because only their own echo ranks them; later, only if teaches() is true.
         """
         return not self.predicts or self.teaches(tokens)
 
     def _taught_by(self, slot: SequenceSlot, position: int) -> int:
-        """Return how many tokens a slot's text has taught, if it goes on at `position`; 0 for
-        another text.
+        """Return how many tokens of a slot's text have given lessons, if `position` is behind
+        these; 0 if the slot has another text now.
         """
         end, n_taught = self._teachers.get(slot.number, (0, 0))
         return n_taught if position >= end else 0
 
     def prepare(self, parts: Sequence[Part], slots: Sequence[SequenceSlot]) -> bool:
-        """Collect lessons of the next step, unless the text of one of its echoes repeats itself;
-        returns whether they are collected.
+        """Let the stores collect lessons in the next step, unless the text of one of its echoes
+        repeats itself. Returns whether they do.
         """
         if self.predictor is not None:
             return False
@@ -162,7 +171,9 @@ class PredictorFit:
         return collects
 
     def note(self, slot: SequenceSlot, begin: int, tokens: Sequence[int]) -> None:
-        """Count tokens of a slot's text, from position `begin` on, whose lessons were collected."""
+        """Count the `tokens` of a slot's text, from position `begin` on, whose lessons were
+        collected.
+        """
         n_taught = self._taught_by(slot, begin)
         if n_taught == 0:
             self._n_texts += 1
@@ -173,8 +184,8 @@ class PredictorFit:
     def close_round(self, slots: Sequence[SequenceSlot]) -> bool:
         """Learn from the round if it has enough tokens; returns whether predictions begin with it.
 
-        `slots`: all slots of the runner, at least one; then the scores of live entries are
-        predicted.
+        `slots`: all slots of the runner, at least one. When predictions begin, the scores of all
+        live entries are predicted, too.
         """
         if self.predictor is not None or self._growing is None or self._n_taught < ROUND_TOKENS:
             return False
@@ -208,7 +219,9 @@ class PredictorFit:
         return enough and predictor is not None and self._adopt(predictor, learning, slots)
 
     def _has_all(self, predictor: ScorePredictor) -> bool:
-        """Tell whether enough texts have taught a predictor, each about a round."""
+        """Tell whether a predictor was learnt from enough texts, with about a round of lessons each
+        on average.
+        """
         enough = predictor.n_tokens >= LEAST_TEXTS * ROUND_TOKENS
         return enough and self._n_texts >= LEAST_TEXTS
 
@@ -220,8 +233,8 @@ class PredictorFit:
     ) -> bool:
         """Predict scores from now on; returns whether nothing was predicted before.
 
-        Entries that have a prediction keep it, because the larger of two would not be comparable
-        with that of others.
+        Entries that already have a prediction keep it: a store takes the larger of two predictions,
+        which would not be comparable with single ones.
         """
         learning.adopt(predictor)
         if self.predicts:
@@ -240,12 +253,16 @@ class PredictorFit:
         self._teachers.clear()
 
     def end_with(self, predictor: ScorePredictor, learning: Learning) -> None:
-        """Take the predictor that a loaded file brings, and learn nothing more; it is not kept."""
+        """Take the predictor of a loaded file, and learn nothing more; it is not kept for other
+        processes.
+        """
         self.predictor = predictor
         self._end(learning)
 
     def _keep(self, candidate: ScorePredictor) -> None:
-        """Write what is known for other processes; an error is only told."""
+        """Write the predictor to the file for other processes; an error becomes a sentence of
+        report().
+        """
         complete = self.predictor is not None
         n_texts = max(self._n_texts, 1)
         self.learnt = LearntPredictor(candidate, self._model_name, n_texts, complete)
@@ -271,7 +288,9 @@ class PredictorFit:
         return self.report()
 
     def report(self) -> str | None:
-        """Return a final sentence for the user; None if nothing was read twice."""
+        """Return a sentence for the user about what was read twice and learnt; None if there is
+        nothing to say.
+        """
         if self.n_tokens == 0:
             return self._obstacle
         known = 0 if self.candidate is None else self.candidate.n_tokens
@@ -294,12 +313,16 @@ class PredictorFit:
 
 
 def _learning_of(slots: Sequence[SequenceSlot]) -> Learning:
-    """Return what predicts scores in the store of the first slot, and so in all of its pool."""
+    """Return the part of the first slot's store that predicts scores, for all stores of
+    its pool.
+    """
     return cast(Learning, slots[0].store.learning)  # Only stores that predict are watched.
 
 
 def fit_for(model: Model, config: ResolvedConfig) -> PredictorFit:
-    """Return what learns the predictor of a model; nothing is kept if the options say so."""
+    """Return the object that learns the predictor of a model. It keeps nothing for other processes
+    if the options say so.
+    """
     name, learnt = model.name, config.learnt
     if not config.options.learns:
         return PredictorFit(name)
@@ -316,22 +339,28 @@ def fit_for(model: Model, config: ResolvedConfig) -> PredictorFit:
 
 
 def value_features(layers: Sequence[_core.LayerShape]) -> list[slice]:
-    """Return which features of the entries of each layer are values: see _core.pyi."""
+    """Return for each layer which features of an entry are values of V: see
+    HeadwiseStore.predictor_features() in _core.pyi.
+    """
     return [
         slice(shape.k_dim, shape.k_dim + (0 if shape.latent else shape.v_dim)) for shape in layers
     ]
 
 
 def _contexts_of(tokens: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return each token with the tokens before it."""
+    """Return every run of `_CONTEXT` tokens, that is, each token with the ones before it."""
     return {tuple(tokens[i : i + _CONTEXT]) for i in range(len(tokens) - _CONTEXT + 1)}
 
 
 class SecondReadings:
-    """Hold what makes the echoes of a runner's texts, and what is learnt from them."""
+    """Hold the maker of echoes for the texts of a runner, and the predictor that is learnt from
+    them.
+    """
 
     fit: PredictorFit | None = None
-    """Learns the model's predictor from its first texts; None if it is known, or not needed."""
+    """The object that learns the model's predictor from its first texts; None if a predictor is
+    known, or not needed.
+    """
 
     def __init__(
         self,
@@ -350,7 +379,7 @@ class SecondReadings:
         self._begins_to_predict = begins_to_predict
         self._echo = echo_for(model, config)
         self._from_file: LearntPredictor | None = None
-        """The predictor that a loaded file has brought."""
+        """The predictor of a loaded session file, if it scores entries; else None."""
 
     def watch(self, store: Store) -> None:
         """Learn from the texts of a new store, if the model has no predictor yet."""
@@ -359,8 +388,8 @@ class SecondReadings:
             self.fit.watch(store.learning, store.context.layers)
 
     def echo_of(self, slot: SequenceSlot) -> Echo | None:
-        """Return what makes the echoes of a slot's text; None if it is not, or no longer, read
-        twice.
+        """Return the object that makes the echoes of a slot's text; None if this text is not read
+        twice, or not any more.
         """
         return self._echo if self.fit is None or self.fit.reads_twice(slot) else None
 
@@ -369,7 +398,9 @@ class SecondReadings:
         return self.fit is None or self.fit.is_worth_echo(tokens)
 
     def prepare(self, parts: Sequence[Part]) -> bool:
-        """Collect the lessons of a step if its echoes teach something; returns whether they do."""
+        """Let the stores collect lessons in the next step if its echoes give useful ones. Returns
+        whether they do.
+        """
         return self.fit is not None and self.fit.prepare(parts, self._slots)
 
     def note(self, slot: SequenceSlot, begin: int, tokens: Sequence[int], *, teaches: bool) -> None:
@@ -382,13 +413,13 @@ class SecondReadings:
                 self.fit.note(slot, begin, tokens)
 
     def learn(self) -> None:
-        """Learn from what was read twice, once it is enough."""
+        """Learn from what was read twice, if that is enough for a round."""
         if self.fit is not None and self.fit.close_round(self._slots):
             self._begins_to_predict()
 
     def teach(self, store: Store, slot: SequenceSlot, begin: int, end: int) -> None:
-        """Learn from the attention of an echo to older text of a live sequence, at these
-        positions.
+        """Learn from the attention that an echo gave to older text of a live sequence, at positions
+        from `begin` to before `end`.
         """
         if self.fit is None or self.fit.predictor is not None:
             return
@@ -402,8 +433,8 @@ class SecondReadings:
 
     @property
     def learnt(self) -> LearntPredictor | None:
-        """Return what was learnt and scores new entries now; None if nothing does, or a profile's
-        predictor.
+        """Return the learnt predictor that scores new entries now; None if none does, or if the
+        predictor is that of a profile.
         """
         if self._from_file is not None:
             return self._from_file
@@ -414,8 +445,8 @@ class SecondReadings:
     def take(self, learnt: LearntPredictor, *, is_alone: bool) -> None:
         """Score new entries as those of a loaded file, and learn nothing more.
 
-        A predictor of the model's profile stays, and so does one that sequences of a pool share:
-        `is_alone` says that there is no other sequence.
+        A predictor of the model's profile stays in use. So does one that several sequences of a
+        pool share: `is_alone` says that no other sequence shares it.
         """
         own = self.learnt
         if not self._config.policy.importance.predicts or (own is None and self.fit is None):

@@ -32,8 +32,8 @@ class ImageSpan:
     n_tokens: int
     """How many of its tokens were read."""
     behind: int
-    """By how much RoPE's position is less than the text position after the whole image: 0 without
-    M-RoPE.
+    """By how much RoPE's position is less than the text position after the whole image; 0 without
+    M-RoPE, RoPE with positions of several dimensions.
     """
 
     @property
@@ -43,8 +43,8 @@ class ImageSpan:
 
     @property
     def lag(self) -> int:
-        """Return by how much RoPE's position is less than the text position after the tokens that
-        were read.
+        """Return by how much RoPE's position is less than the text position after those tokens of
+        the image that were read.
         """
         return min(self.behind, self.n_tokens - 1)
 
@@ -72,11 +72,15 @@ class ImageSpans:
         return sum(span.lag for span in self._spans)
 
     def lag_before(self, start: int) -> int:
-        """Return by how much RoPE's position is less than `start`, where an image begins."""
+        """Return by how much RoPE's position is less than the text position at `start`, where an
+        image begins.
+        """
         return sum(span.lag for span in self._spans if span.start < start)
 
     def ends_within(self, position: int, first: int) -> bool:
-        """Tell whether the text ends at `position` after exactly `first` rows of an image."""
+        """Tell whether the text read so far ends at `position`, after exactly the first `first`
+        rows of an image.
+        """
         last = self._spans[-1] if self._spans else None
         return last is not None and (last.end, last.n_tokens) == (position, first)
 
@@ -114,9 +118,11 @@ def text_before_image(tokens: Sequence[int], most: int) -> int:
 
 
 class TokenSequence:
-    """Hold tokens, position and logits of a text, and from where on it can be read again.
+    """Hold the tokens, position and logits of a text, and from which positions on it can be read
+    again.
 
-    These are plain values; code that changes the store also updates the sequence.
+    This object does not change the store: code that changes the store must also update the
+    sequence.
     """
 
     def __init__(self, n_ubatch: int, tokens: Iterable[int] = ()) -> None:
@@ -135,9 +141,11 @@ class TokenSequence:
         self.reusable_from = 0
         """The position at the end of the last eviction; 0 if nothing was ever evicted."""
         self.evicted_before = 0
-        """How many entries had been evicted at the last check."""
+        """How many entries had been evicted when note_evictions() was called last."""
         self.is_document = False
-        """True if it begins with a document that was loaded; questions about it teach nothing."""
+        """True if the text begins with a document that was loaded; then the predictor learns
+        nothing from questions about it.
+        """
 
     def add(
         self,
@@ -168,13 +176,15 @@ class TokenSequence:
             self.echoed += n_tokens
 
     def note_evictions(self, evicted: int) -> None:
-        """Record where the text ended if entries were evicted; `evicted`: how many so far."""
+        """Record where the text ends now if entries were evicted since the last call; `evicted`:
+        how many were evicted in all.
+        """
         if evicted != self.evicted_before:
             self.reusable_from = max(self.reusable_from, self.position)
         self.evicted_before = evicted
 
     def truncate(self, position: int, n_ctx: int) -> None:
-        """Roll back to a position; logits stay if it is that of the last token."""
+        """Roll back to a position. Logits stay only if the text already ends there."""
         del self.tokens[position:]
         if position < self.position:
             self.position, self.logits = position, None
@@ -185,7 +195,7 @@ class TokenSequence:
             self.reusable_from = 0
             self.is_document = False
         elif position < self.reusable_from:
-            # Missing entries stay missing, however the text continues.
+            # Entries that were evicted are missing, however the text continues.
             self.reusable_from = n_ctx + 1
 
     def begin_after_load(self, evicted: int) -> None:
@@ -207,8 +217,8 @@ class TokenSequence:
     def to_come_back_to(self) -> TokenSequence:
         """Return a copy for a checkpoint, with logits only at the end of a prompt.
 
-        An answer is asked again from there. After an answer, a longer text follows, so that its
-        logits, most of the size of a copy, are not needed.
+        From the end of a prompt, an answer may be generated again by its logits. After an answer,
+        more text is read, so that its logits, the largest part of a copy, are not needed.
         """
         other = self.copy()
         if other.parts.logits_at(other.position) is None:
@@ -218,9 +228,11 @@ class TokenSequence:
 
     @property
     def n_bytes(self) -> int:
-        """Return its bytes: tokens, records where they were cut, and logits."""
+        """Return the bytes of its tokens, of the records of its micro-batches, and of its
+        logits.
+        """
         known = [each for each in (self.logits, self.parts.logits) if each is not None]
-        # The arrays are often the same.
+        # Logits are often one array that several records refer to, which is counted once.
         logits = sum({id(each): each.nbytes for each in known}.values())
         return self.tokens.itemsize * len(self.tokens) + self.parts.n_bytes + logits
 
@@ -229,7 +241,7 @@ class TokenSequence:
 class _Part:
     """Hold the positions of one micro-batch: `begin` is the first, `end` follows the last.
 
-    It is full if a longer text is cut behind it, too.
+    It is full if reading a longer text would end a micro-batch there, too.
     """
 
     begin: int
@@ -238,7 +250,8 @@ class _Part:
 
 
 class ReadParts:
-    """Hold the micro-batches of several tokens that were read, and the last prompt's logits.
+    """Record where the micro-batches of several tokens began and ended, and the logits of the last
+    prompt.
 
     Tokens that were read one by one, such as generated ones, are not recorded: a text can be cut
     between any two of them.
@@ -262,9 +275,9 @@ class ReadParts:
     ) -> None:
         """Record a micro-batch read at `position`, and the logits of its last token, if any.
 
-        `is_prompt`: the tokens belong to a prompt, and were not written. The last micro-batch of a
-        prompt may also have only one token. `continues`: a longer text would not be cut before it,
-        since only the end of a text is read in small micro-batches.
+        `is_prompt`: the tokens belong to a prompt, and were not written; the last micro-batch of a
+        prompt may have only one token. `continues`: reading a longer text would not begin a
+        micro-batch at `position`, since only the end of a text is read in small micro-batches.
         """
         if continues and self._parts and self._parts[-1].end == position:
             self._parts[-1] = _Part(self._parts[-1].begin, position + n_tokens)
@@ -278,7 +291,7 @@ class ReadParts:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of a copy, without logits."""
+        """Return the bytes of the records, without those of the logits."""
         return sys.getsizeof(self._parts)
 
     @property
@@ -309,7 +322,9 @@ class ReadParts:
 
     @property
     def begin_of_prompt(self) -> int:
-        """Return where reading the last prompt began: behind what had been read or written."""
+        """Return where reading the last prompt began: after the text that had been read or written
+        before.
+        """
         return self._begin_of_prompt
 
     @property
@@ -321,7 +336,8 @@ class ReadParts:
         """Return the last position up to `position` where reading the same text starts a
         micro-batch.
 
-        A micro-batch that is not full ends where its text ended: a longer text is not cut there.
+        A micro-batch that is not full ends where its text ended: reading a longer text would not
+        begin a micro-batch there.
         """
         for part in reversed(self._parts):
             if part.begin < position <= part.end:

@@ -34,9 +34,9 @@ class Trajectory:
         KV head.
         """
         self.hot = array("q")
-        """The active entries of all KV heads at each point."""
+        """How many entries of all KV heads were active, that is, not frozen, at each point."""
         self.frozen = array("q")
-        """The frozen entries of all KV heads at each point."""
+        """How many entries of all KV heads were frozen at each point."""
         self.climbs: list[tuple[int, str]] = []
         """Position and rung of each climb of the recovery ladder."""
         self._stride = 1
@@ -87,7 +87,7 @@ class Trajectory:
 
 
 IDLE_SECONDS = 1.0
-"""After so many seconds without reading, a sequence counts as idle, and may be swapped out."""
+"""After this many seconds without reading, a sequence counts as idle, and may be swapped out."""
 
 
 class SequenceSlot:
@@ -106,11 +106,13 @@ class SequenceSlot:
         self.gone = False
         """True once its session is closed; then nothing can be read any more."""
         self.swapped: KeptText | None = None
-        """What is kept of it while it is swapped out."""
+        """The text that is kept of the sequence while it is swapped out; None while it is live or
+        empty.
+        """
         self.text = text
         """The text that was read; loading and forking replace it."""
         self.trajectory: Trajectory | None = None
-        """The entries held over the text, if entries are frozen."""
+        """How many entries were held as the text grew; None unless entries are frozen."""
         self.broken = False
         """True while a decode runs, and if the last one has failed half-way."""
         self.half_read = False
@@ -122,15 +124,17 @@ class SequenceSlot:
         self.position = 0
         """How many tokens had been read at the end of the last step."""
         self.expected = 0
-        """The expected length of its text in tokens, at least; pages that this length does not need
-        go to other sequences.
+        """The length in tokens that its text is expected to reach at least; pages that this length
+        does not need go to other sequences.
         """
         self.shared_for = 0
         """The length of text that the current shares have room for, or were planned with."""
         self.loss_curve: LossCurve | None = None
-        """The losses with fewer pages that the current shares are based on."""
+        """The loss curve that the current shares of the pool are based on; None if there
+        is none.
+        """
         self.rests = False
-        """True if its session has said that no token follows soon."""
+        """True if Session.rest() has said that no token follows soon."""
         self.last_step = 0.0
         self.n_others = 0
         """How many other sequences wrote a token in its last step."""
@@ -147,7 +151,9 @@ class SequenceSlot:
         return self.store.evicted - self.inherited
 
     def mend(self) -> None:
-        """Record that its text and its store belong together again."""
+        """Record that the text and the store of the sequence agree again, after a load or
+        a copy.
+        """
         self.broken = self.half_read = False
 
     def note_evictions(self) -> None:
@@ -160,10 +166,10 @@ class SequenceSlot:
 
     @property
     def pooled(self) -> Pooled:
-        """Return the store as one of a pool, which others share."""
+        """Return the store by its interface for pools; only for stores that can share a pool."""
         return cast(Pooled, self.store.pooled)
 
     @property
     def measured_curve(self) -> LossCurve | None:
-        """Return what its text loses with fewer pages, if that was measured."""
+        """Return how much the text would lose with fewer pages; None if that was not measured."""
         return None if self.store.sharing is None else self.store.sharing.loss_curve()

@@ -76,9 +76,10 @@ class SessionStats:
     largest temporary copy of the cache, made to compact, move or save it.
     """
     kv_bytes_scratch: int
-    """Bytes outside both: working memory of the attention op's threads. It depends on the budget of
-    the largest KV head, the micro-batch and the threads, never on n_ctx. While an answer is
-    compared with what was before it (session/passages.py), 8 bytes for each entry besides.
+    """Bytes outside kv_bytes_budget and kv_bytes_staging: working memory of the threads that
+    compute attention. It depends on the budget of the largest KV head, the micro-batch and the
+    threads, never on n_ctx. While session/passages.py measures what an answer looks at, 8 bytes for
+    each entry come on top.
     """
     entries_kept: int
     """How many entries all KV heads hold now."""
@@ -92,8 +93,8 @@ class SessionStats:
     """How often stored keys were rotated to positions within the trained context."""
     peak_rss_bytes: int
     products: dict[str, str] = field(default_factory=dict)
-    """What computes the products of weights, by their type in the file: the name of our kernels
-    (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.
+    """What computes products of weights, by the type of the weights in the file: the name of our
+    kernels (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.
     """
     products_bytes_scratch: int = 0
     """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
@@ -117,7 +118,7 @@ class SessionStats:
     accepted_drafts: int = 0
     """How many of the guessed tokens were right."""
     draft_steps: int = 0
-    """In how many steps tokens were written while a drafter was there, with drafts or without."""
+    """In how many steps tokens were written while there was a drafter, with drafts or without."""
     draft_kv_bytes: int = 0
     """The bytes of the KV budget of the model of --model-draft, besides kv_bytes_budget."""
     freeze: str | None = None
@@ -187,7 +188,9 @@ def stats_rows(stats: SessionStats) -> list[Row]:
 
 
 def _used(stats: SessionStats) -> str:
-    """Return the most bytes that were used, or those of now if there was a larger budget before."""
+    """Return in words the most bytes that were in use; if there was a larger budget before, the
+    bytes in use now.
+    """
     if stats.kv_bytes_peak <= stats.kv_bytes_budget:
         return f"{mib(stats.kv_bytes_peak)} at most"
     return f"{mib(stats.kv_bytes_now)} now"
