@@ -1,9 +1,10 @@
 """Limit budgets to what KV heads can hold: AttainableBudgets, and CurveBudgets, which follow a
 profile.
 
-What is dropped never returns. So a KV head that is to get more than it holds can only fill its
-share with tokens that come. Shares are therefore attainable: no KV head gets more than it holds
-with the tokens until the next share, and the others keep the rest meanwhile.
+What is dropped never returns. So if a KV head gets a larger budget than it holds entries, only
+tokens that are still to come can fill it. Budgets are therefore attainable: no KV head gets more
+than it holds now and will read until budgets change again; meanwhile, the other KV heads keep the
+rest.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from entropykv.profile.curves import LossCurves
 
 _MOST_ENTRIES = 2**31 - 1
 GROWTH = 1.5
-"""How much longer than now a text is assumed to become.
+"""By what factor a text is assumed to become longer than it is now.
 
-If budgets were those of its length now, they would move to other KV heads as it grows, which have
-dropped by then what they would hold.
+Budgets for its present length would move to other KV heads as it grows, which by then have dropped
+the entries that they should hold.
 """
 
 
 class AttainableBudgets(OnlineBudgets):
-    """Know how many entries every KV head can hold before the budget is shared again."""
+    """Hold online budgets that know how many entries every KV head can hold before budgets are
+    shared again.
+    """
 
     attainable = True
-    """True if no KV head is to get more than that."""
+    """True if no KV head may get a larger budget than the entries that it can hold."""
 
     def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
         """Count what the KV heads of a store hold."""
@@ -38,28 +41,33 @@ class AttainableBudgets(OnlineBudgets):
         self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
         self._n_heads = len(self._heads)
         self.most: list[int] = []
-        """The most entries that every KV head can hold before the next share; empty before the
-        first one.
+        """For every KV head of all layers, the most entries that it can hold before budgets are
+        shared again; empty before they were shared.
         """
         self.is_due = True
-        """True if the budget must be shared before more tokens than the bytes hold are read."""
+        """True if the budget must be shared again before the text outgrows what it can
+        hold whole.
+        """
         self.length = 0
         """The length of the text in tokens, with what is known to follow; 0 without a text."""
 
     def expect_tokens(self, n_tokens: int, length: int) -> None:
-        """Give no KV head more than it holds with n_tokens more, until this is called again.
+        """Give no KV head more than the entries that it holds now and n_tokens more, until this is
+        called again.
 
-        `length`: that of the text in tokens, with what is known to follow.
+        `length`: that of the text in tokens, with the tokens that are known to follow.
         """
         self.most = [held + n_tokens for held in self._held()]
         self.length = length
 
     def holds(self, n_tokens: int) -> bool:
-        """Tell whether no KV head can hold more than n_tokens before the next share."""
+        """Tell whether no KV head can hold more than n_tokens entries before budgets are shared
+        again.
+        """
         return max(self.most, default=0) <= n_tokens
 
     def follows_length(self, plan: HeadwisePlan) -> bool:  # noqa: ARG002
-        """Tell whether the shares of a longer text are others."""
+        """Tell whether budgets would change with the length of the text alone."""
         return False
 
     def forget(self) -> None:
@@ -70,13 +78,13 @@ class AttainableBudgets(OnlineBudgets):
         return [self._store.count(layer, head) for layer, head in self._heads]
 
     def _most_to_save(self) -> list[int]:
-        """Return the most entries of every head; they are negative, and what is held, if the budget
-        must be shared before the next tokens.
+        """Return `most` for a saved state. If the budget must be shared before the next tokens, the
+        numbers are those of the held entries instead, as negative ones.
         """
         return [-held for held in self._held()] if self.is_due else self.most
 
     def _are_possible(self, most: Floats) -> bool:
-        """Tell whether numbers can be those of _most_to_save(); none are possible, too."""
+        """Tell whether _most_to_save() can have returned these numbers, or none."""
         are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
         one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
         return bool(most.size in (0, self._n_heads) and are_counts and one_sign)
@@ -87,10 +95,10 @@ class AttainableBudgets(OnlineBudgets):
 
 
 class CurveBudgets(AttainableBudgets):
-    """Share for the smallest loss by the curves of a profile, for GROWTH times the length of the
-    text.
+    """Share the budget so that the loss by the curves of a profile is least, for a text GROWTH
+    times as long as it is now.
 
-    The plan shares for a text that fills the context. A shorter one needs more evenly divided room.
+    The plan shares for a text that fills the context; a shorter one needs budgets that differ less.
     """
 
     tracks_entropies = False
@@ -105,12 +113,15 @@ class CurveBudgets(AttainableBudgets):
     def holds(self, n_tokens: int) -> bool:
         """Tell whether some KV head can hold something, and none more than n_tokens.
 
-        An empty store has the budgets of the plan, so that they are what `entropykv plan` shows.
+        It is false for an empty store, whose budgets are therefore those of the plan, which
+        `entropykv plan` shows.
         """
         return 0 < max(self.most, default=0) <= n_tokens
 
     def follows_length(self, plan: HeadwisePlan) -> bool:
-        """Tell whether a longer text is shared for, until that fills the context."""
+        """Tell whether budgets would change with the length of the text alone: until the assumed
+        length is that of the plan.
+        """
         return self._assumed_length(plan) < plan.longest
 
     def _assumed_length(self, plan: HeadwisePlan) -> int:
@@ -136,7 +147,9 @@ class CurveBudgets(AttainableBudgets):
         return np.array([self.length, *self._most_to_save()], np.float64)
 
     def problem(self, state: Floats) -> str | None:
-        """Return why lengths or numbers of entries are invalid; None if they are valid."""
+        """Return why a state is invalid: an impossible length, or impossible numbers of entries;
+        None if it is valid.
+        """
         length, most = state[:1], state[1:]
         is_length = (
             length.size == 1 and 0.0 <= length[0] <= _MOST_ENTRIES and length[0] % 1.0 == 0.0

@@ -1,6 +1,7 @@
-"""Divide the pages of a pool among its sequences: pages that one does not need go to the others.
+"""Divide the pages of a pool among its sequences; pages that one sequence does not need go to the
+others.
 
-The functions are pure; SharedPool calls them between two steps and applies the result.
+The functions change nothing; SharedPool calls them between two steps and applies the result.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WholeTexts:
-    """Tell which texts a number of pages keeps whole, so that nothing of them is evicted.
+    """Tell which texts a number of pages keeps whole, so that none of their entries are evicted.
 
-    Only for longer texts, the policy plans which entries are kept.
+    For longer texts, the policy decides which entries stay.
     """
 
     pages: int
     most: int
     """The length of the longest possible text in tokens."""
     pages_of: Callable[[int], int]
-    """Returns the pages for all entries of a text of so many tokens."""
+    """A function that returns how many pages all entries of a text take, by its length in
+    tokens.
+    """
 
     @functools.cached_property
     def longest(self) -> int:
@@ -35,13 +38,15 @@ class WholeTexts:
         return bisect.bisect_right(range(self.most + 1), self.pages, key=self.pages_of) - 1
 
     def hold(self, n_tokens: int) -> bool:
-        """Tell whether a text of so many tokens is kept whole; for 0, the policy plans for it."""
+        """Tell whether a text of n_tokens is kept whole; False for 0, because the policy plans for
+        an empty text.
+        """
         return 0 < n_tokens <= self.longest
 
     def length_for(self, n_tokens: int, wanted: int) -> int | None:
         """Return how long, up to `wanted`, a text of `n_tokens` may become and still be kept whole.
 
-        Returns None if it is not kept whole even now.
+        Returns None if the text of `n_tokens` is not kept whole.
         """
         if self.pages_of(wanted) <= self.pages:
             return wanted
@@ -50,10 +55,14 @@ class WholeTexts:
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """Hold what a sequence loses with fewer pages, as pieces; the most valuable piece is first."""
+    """Hold how much a sequence loses with fewer pages, as pieces of equally valuable pages; the
+    most valuable piece comes first.
+    """
 
     begin: float
-    """Pages before the first piece: sinks and recent windows, whose loss is not measured."""
+    """How many pages come before the first piece: those of sinks and recent windows, whose loss is
+    not measured.
+    """
     pages: Floats
     """The number of pages of every piece."""
     losses: Floats
@@ -67,10 +76,12 @@ class LossCurve:
         knots: Floats,
         losses: Floats,
     ) -> LossCurve:
-        """Join the curves of KV heads; the next page goes to the head where it prevents most loss.
+        """Join the curves of KV heads: at every number of pages, the next page goes to the head
+        where it prevents most loss.
 
-        `losses`: [KV head][knot], for `knots` entries beyond `floors`; convex, as sums of all but
-        the largest scores are. `per_page`: entries of every KV head in a page.
+        `floors`: entries of every KV head. `per_page`: how many entries of every KV head fill a
+        page. `losses`: [KV head][knot], with `knots` entries beyond the floor; they must be convex,
+        as sums of all but the largest scores are.
         """
         pages = np.diff(knots)[None, :] / per_page[:, None]
         prevented = np.maximum(-np.diff(losses, axis=1), 0.0) / pages
@@ -78,10 +89,11 @@ class LossCurve:
         return cls(float((floors / per_page).sum()), pages.ravel()[order], prevented.ravel()[order])
 
     def between(self, low: float, high: float) -> tuple[Floats, Floats]:
-        """Return the pieces between `low` and `high` pages, and what a page of each prevents.
+        """Return the lengths in pages of the pieces between `low` and `high` pages, and the loss
+        that a page of each prevents.
 
-        Before `begin`, a page prevents at least as much as one of the first piece; after the last
-        piece, nothing.
+        Before `begin`, a page is assumed to prevent as much as one of the first piece; after the
+        last piece, it prevents nothing.
         """
         if high <= low:
             return np.empty(0), np.empty(0)
@@ -100,8 +112,8 @@ class Claim:
     needed: int
     """How many pages hold the sequence's whole text, so that nothing of it is evicted."""
     floor: int
-    """The pages that the sequence gets in any case, up to its need: for sinks and recent windows of
-    an equal part.
+    """The pages that the sequence gets in any case, unless it needs less: for the protected entries
+    of an equal part of the pool.
     """
     weight: float = 1.0
     """The weight of the sequence, relative to the others."""
@@ -118,10 +130,11 @@ def parts_by_weight(pages: int, weights: Sequence[float]) -> list[int]:
 def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
     """Return the pages of every sequence, together at most `pages`.
 
-    Shares are in proportion to the weights if that is enough for all. Otherwise each sequence gets
-    its part up to its need, and what is left goes to those that need more, in the same proportion
-    again. A sequence with a loss curve that needs more than its part is only sure of its floor: the
-    pages beyond go to the sequences where a page prevents most loss, multiplied by the weight.
+    Every sequence gets a part in proportion to its weight if that is enough for all. Otherwise each
+    sequence gets its part up to its need, and the pages that are left go to sequences that need
+    more, again in proportion to their weights. But a sequence that has a loss curve and needs more
+    than its part is only sure of its floor: further pages go to the sequences where a page prevents
+    most loss, multiplied by the weight.
     """
     parts = parts_by_weight(pages, [claim.weight for claim in claims])
     if all(claim.needed <= part for claim, part in zip(claims, parts, strict=True)):
@@ -145,7 +158,9 @@ def _sure(claim: Claim, part: int) -> int:
 
 
 def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -> None:
-    """Give pages to the sequences with curves, in the order of the loss that a page prevents."""
+    """Give `rest` pages to the sequences with loss curves, most loss prevented first, and add them
+    to `shares`.
+    """
     owners, pieces, losses = [], [], []
     for owner, claim in enumerate(claims):
         if claim.curve is not None:
@@ -167,7 +182,9 @@ def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -
 def _give_equally(
     rest: float, claims: Sequence[Claim], shares: list[float], most: Sequence[float]
 ) -> None:
-    """Raise the shares that are smallest for their weight, each up to its maximum."""
+    """Use up `rest` pages by raising `shares`, those that are smallest for their weight first, each
+    up to its maximum in `most`.
+    """
     for level in _levels(rest, claims, shares, most):
         for i, claim in enumerate(claims):
             shares[i] = max(shares[i], min(most[i], level * claim.weight))
@@ -176,7 +193,9 @@ def _give_equally(
 def _levels(
     rest: float, claims: Sequence[Claim], shares: Sequence[float], most: Sequence[float]
 ) -> Iterator[float]:
-    """Yield the shares per weight at which the rest is used up, if any sequence can take it."""
+    """Yield the share per weight up to which shares must be raised to use up `rest`; nothing if
+    there is no rest.
+    """
     if rest <= 0.0:
         return
 

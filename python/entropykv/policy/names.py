@@ -16,18 +16,21 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import OwnPolicy, check_own_policy
 
 AUTO = "auto"
-"""The default policy. It is what the comparison in the model's profile has chosen: `adaptive`,
-`guided`, which also follows the profile's curves, or `profile`, which follows them alone. Without a
-comparison it is `profile` if there are curves, and without a profile `adaptive`. Entries are ranked
-by a predictor, with the measure that the profile names: the profile's predictor, or one that was
-learnt from the model's first texts, which are read twice for it. If a model's keys before RoPE are
-not known, nothing can be predicted, and all texts are read twice. With frozen entries it is
-`uniform`, because needed entries return and every head needs room for them; on the flat store it is
-`recency`. On the device store it is `profile` or `uniform`, and only the queries of the text rank
-entries if no predictor is known, since no text is read twice there.
+"""The default policy. It stands for the policy that a comparison in the model's profile has chosen:
+`adaptive`; `guided`, which also follows the loss curves of the profile; or `profile`, which follows
+these curves alone. Without a comparison it is `profile` if there are curves, and without a profile
+`adaptive`. Entries are ranked by a predictor, with the measure that the profile names: the
+profile's predictor, or one that was learnt from the model's first texts, which are read twice for
+it. If a model's keys before RoPE are not known, nothing can be predicted, and all texts are read
+twice. With frozen entries it is `uniform`, because needed entries return and every head needs room
+for them; on the flat store it is `recency`. On the device store it is `profile` or `uniform`, and
+only the queries of the text rank entries if no predictor is known, since no text is read twice
+there.
 """
 FAST = "fast"
-"""The default without predictions and echoes: only the queries of the text rank entries."""
+"""The same choice as `auto`, but without predictions and echoes: only the queries of the text rank
+entries.
+"""
 _OF_DEVICE = ("mass", "attention", "predicted")
 """The measures that the device store computes."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
@@ -87,8 +90,9 @@ def policy_named(
     `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
     read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
     `learnt`: what earlier processes have learnt of the model. `name`: NAME[:MEASURE[+MODIFIER...]];
-    the policy's own name has its modifiers in the order of MODIFIERS, and no measure if it is the
-    default. Raises SettingsError for an unknown name, and for one that the store does not support.
+    the `name` of the returned policy has modifiers in the order of MODIFIERS, and leaves out a
+    measure that is the policy's default. Raises SettingsError for an unknown name, and for one that
+    the store does not support.
     """
     if not isinstance(name, str):
         policy = _own(name)
@@ -136,8 +140,8 @@ def predictor_of(
 def learns_predictor(
     policy: Policy, profile: EntropyProfile | None, learnt: LearntPredictor | None = None
 ) -> bool:
-    """Tell whether a policy needs a predictor that is not known yet, or that more texts may
-    improve.
+    """Tell whether a policy needs a predictor and the known one, if any, is not that of a profile
+    and not complete.
     """
     known = profile is not None and profile.predictor is not None
     return policy.importance.predicts and not known and (learnt is None or not learnt.complete)
@@ -154,8 +158,9 @@ def may_predict(name: str | OwnPolicy) -> bool:
 def takes_profile(name: str | OwnPolicy) -> bool:
     """Tell whether a policy uses the model's profile, if the model has one.
 
-    It uses the profile to share the budget, or its predictor to rank entries. A user's own policy
-    does not count: it gets the profile that is given with it.
+    A policy may use the profile to share the budget, or the predictor in the profile to rank
+    entries. Returns False for a user's own policy, which gets a profile only if one is given with
+    the options.
     """
     if not isinstance(name, str):
         return False
@@ -167,7 +172,9 @@ def takes_profile(name: str | OwnPolicy) -> bool:
 
 
 def schedules(name: str | OwnPolicy) -> bool:
-    """Tell whether a policy freezes and restores by the freeze document's schedule."""
+    """Tell whether a policy freezes and restores entries by the schedule of policy
+    `rolling-freeze`.
+    """
     if not isinstance(name, str):
         return False
     base = name.partition(":")[0]
@@ -177,9 +184,9 @@ def schedules(name: str | OwnPolicy) -> bool:
 def _check_device(policy: Policy, predictor: ScorePredictor | None) -> None:
     """Raise SettingsError for a policy that the device store cannot follow.
 
-    Its budgets must not change while a text is read, since every KV head has its rows from the
-    start, and its measure must not need keys, which are not on the host. It learns no predictor,
-    since it does not read texts twice.
+    The budgets of the policy must not change while a text is read, since every KV head has its rows
+    from the start, and its measure must not need keys, which are not on the host. Without a known
+    predictor it must not need one, since the device store reads no text twice to learn it.
     """
     importance = policy.importance
     of_device = importance.by_position or (
@@ -209,7 +216,9 @@ def _own(policy: object) -> Policy:
 
 
 def _check_choice_of_layers(name: str, importance: Importance) -> None:
-    """Raise SettingsError for a measure that differs among the heads of a layer."""
+    """Raise SettingsError for a measure by which the heads of a layer could not choose together,
+    because it depends on what each head has stored.
+    """
     if not (importance.of_observed or importance.repeats):
         raise SettingsError(
             f"policy {name} keeps the same tokens for all heads of a layer, but {importance} ranks "
@@ -227,10 +236,10 @@ def _chosen(
     predictable: bool,
     knows: bool,
 ) -> str:
-    """Return the policy that `auto` or `fast` chooses.
+    """Return the name of the policy, with a measure, that `auto` or `fast` chooses.
 
-    `foresees`: entries are also ranked by what a repetition of the text would attend to. `knows`:
-    a predictor is known.
+    `foresees`: entries are also ranked by what a repetition of the text would attend to.
+    `predictable`: that can be predicted from keys before RoPE. `knows`: a predictor is known.
     """
     if store == "flat":
         return "recency"
@@ -247,7 +256,7 @@ def _chosen(
             name = compared.policy
     if not foresees:
         return name
-    importance = IMPORTANCES[0]  # That of all ways which are compared.
+    importance = IMPORTANCES[0]  # The measure of all policies that a profile compares.
     if compared is None and curves is not None:
         importance = curves.importance or importance
     if not predictable:
@@ -275,7 +284,8 @@ def _parsed(text: str) -> Policy:
             f"policy {name} depends on what each step's queries find, and {importance} does not; "
             f"use --policy {name}, or measure mass, attention or products"
         )
-    # Keep the policy's decay with any measure, because a policy may need the sum over all queries.
+    # The decay stays that of the policy, whatever the measure: some policies need the sum over all
+    # queries.
     importance = replace(importance, decay=policy.importance.decay)
     if importance == policy.importance:
         return policy

@@ -1,5 +1,5 @@
-"""Let budgets follow the text: share them again by what every micro-batch shows about the
-KV heads.
+"""Let budgets follow the text: share the budget again by what every micro-batch shows about the KV
+heads.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, MicroBatchSeen, OwnPolicy
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
-"""Where losses are measured: numbers of entries beyond the floor, as factors of the mean
-budget's.
+"""The numbers of entries beyond the floor at which losses are measured, as factors of those of the
+mean budget.
 """
 LEAST_TOKENS = 32
-"""Budgets change at most once in so many tokens, because a few queries show little."""
+"""Budgets change at most once in this many tokens, because a few queries show little."""
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
@@ -40,8 +40,9 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """Tell whether what a micro-batch at `position` shows changes budgets.
 
-    Every observed micro-batch changes them; smaller ones change them once in LEAST_TOKENS tokens.
-    This depends only on positions in the text, so that a loaded session behaves equally.
+    Every observed micro-batch changes budgets; smaller micro-batches do so once in LEAST_TOKENS
+    tokens. The result depends only on positions in the text, so that a loaded session behaves
+    equally.
     """
     crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
     return crosses and is_observed(n_tokens, n_ubatch)
@@ -58,7 +59,8 @@ def online_budgets(
 ) -> OnlineBudgets | None:
     """Return the online budgets of a policy, or None if its budgets do not follow the text.
 
-    `freezes`: what is evicted may return, so that a KV head can hold more than it has read since.
+    `freezes`: evicted entries are frozen and may return, so that budgets need not be limited to
+    what a KV head holds.
     """
     if policy.own is not None:
         follows = type(policy.own).observe is not OwnPolicy.observe
@@ -82,9 +84,9 @@ class MeasuredLosses(AttainableBudgets):
     measured numbers of entries. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550),
     also across layers.
 
-    Loss curves of a profile, if given, count as much as the losses of the text: both are scaled so
-    that all KV heads together lose 1 without entries beyond the floor. So a head gets room if
-    either of them says that it needs some, and neither can take all of it.
+    Loss curves of a profile, if given, count as much as the losses of the text: the curves and the
+    losses are each scaled so that all KV heads together lose 1 without entries beyond the floor. So
+    a head gets room if either the text or the profile says that it needs some.
     """
 
     tracks_entropies = False
@@ -108,22 +110,22 @@ class MeasuredLosses(AttainableBudgets):
         self._n_ctx = n_ctx
         self._next_knots: list[int] = []
         self._asked: list[int] = []
-        """The numbers of entries at which the store measures: the knots, and their substitutes for
-        a longer text.
+        """The numbers of entries beyond the floor at which the store measures: the knots, and the
+        smaller numbers that stand for them in a longer text.
         """
         self._growth = 1.0
         self._next_floor = self._floor = 0
-        """The floor of every KV head, beyond which knots count: for the next losses, and for the
-        current ones.
+        """The floor of every KV head in entries, which knots count from: for the next measurement,
+        and for the current losses.
         """
         self._curve: LossCurve | None = None
         self._curve_knots: list[float] = []
-        """The knots at which the profile's curves were read last, and their losses there."""
+        """The knots for which `_expected()` was computed last; the result is kept beside them."""
         self._curve_losses: Floats = np.empty((self._n_heads, 0))
         self._knots: Floats
         self._losses: Floats
-        """The losses of every KV head at the knots, including dropped entries, for the text once
-        all is read.
+        """The losses of every KV head at the knots, [KV head][knot], including dropped entries,
+        estimated for the end of the text.
         """
         self._losses_of_held: Floats
         self.forget()
@@ -141,7 +143,8 @@ class MeasuredLosses(AttainableBudgets):
         self._next_floor = plan.floor_entries
 
     def knots(self, growth: float) -> list[int]:
-        """Return the knots of expect(), and their substitutes for a longer text.
+        """Return the knots of expect(), and the smaller numbers of entries that stand for them in a
+        longer text.
 
         Of a longer text, a KV head can keep only a smaller fraction than of the text so far. Its
         later loss is estimated as the loss that it would have now with an equally small fraction.
@@ -152,7 +155,7 @@ class MeasuredLosses(AttainableBudgets):
         return self._asked
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
-        """Record the losses, if any were measured."""
+        """Record the measured losses if the micro-batch changes budgets."""
         if not budgets_change:
             return
         self._knots = np.array(self._next_knots, np.float64)
@@ -168,7 +171,7 @@ class MeasuredLosses(AttainableBudgets):
         return losses.reshape(self._n_heads, len(self._asked))
 
     def observe_again(self) -> None:
-        """Record the losses by the new scores."""
+        """Record the losses by the scores after an echo."""
         self.observe(0, budgets_change=True)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
@@ -197,7 +200,7 @@ class MeasuredLosses(AttainableBudgets):
         """Return the losses by the curves, [KV head][knot], scaled by _of_whole(); at the last knot
         everything is kept.
 
-        They are kept for the next shares, because knots change only with the budget.
+        The losses are kept for the next time, because knots change only with the budget.
         """
         if self._curve_knots != knots:
             theirs, flat = curves.knots(self._n_ctx, int(knots[-1]))
@@ -227,7 +230,7 @@ class MeasuredLosses(AttainableBudgets):
     def state(self) -> Floats:
         """Return the knots, the losses of every head, and the most entries of every head.
 
-        The latter are missing if shares are not limited to what is attainable.
+        The numbers of entries are missing if budgets are not limited to what KV heads can hold.
         """
         most = self._most_to_save() if self.attainable else []
         return np.concatenate([self._knots, self._losses.ravel(), most])
@@ -249,7 +252,7 @@ class MeasuredLosses(AttainableBudgets):
     def load(self, state: Floats) -> None:
         """Load knots, losses and entries.
 
-        Without entries, the losses alone say who gets more.
+        Without entries, budgets are not limited to what KV heads can hold.
         """
         n_knots, n_most = divmod(state.size, self._n_heads + 1)
         self._knots = state[:n_knots].copy()
@@ -269,8 +272,8 @@ def _of_whole(losses: Floats) -> Floats:
 
 
 class OwnBudgets(OnlineBudgets):
-    """Get the shares from an OwnPolicy that observes the text; every text has a copy of
-    the object.
+    """Get the budgets from an OwnPolicy that observes the text; every text has its own copy of the
+    object.
     """
 
     tracks_entropies = True
@@ -292,7 +295,7 @@ class OwnBudgets(OnlineBudgets):
         self.forget()
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:  # noqa: ARG002
-        """Pass what the store has measured in a micro-batch to the policy."""
+        """Pass to the user's policy what the store has measured in a micro-batch."""
         store = self._store
         self._policy.observe(
             MicroBatchSeen(

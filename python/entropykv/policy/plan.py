@@ -1,5 +1,5 @@
-"""Plan how many entries every KV head may keep: pure decisions, for sessions and
-`entropykv plan`.
+"""Plan how many entries every KV head may keep, for sessions and `entropykv plan`. Nothing here has
+side effects.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BytesOf = Callable[[int], int]
 
 @dataclass(frozen=True)
 class ProtectedEntries:
-    """Hold which entries are protected from eviction: the first `n_sinks`, the newest
-    `recent_window`.
+    """Hold which entries of each KV head are protected from eviction: the first `n_sinks` of the
+    text, and the newest `recent_window`.
     """
 
     n_sinks: int
@@ -49,13 +49,15 @@ class ProtectedEntries:
 
 @dataclass(frozen=True)
 class HeadwisePlan:
-    """Hold the entries per KV head, and the size of the pool."""
+    """Hold a plan of the headwise or device store: the budget of every KV head in entries, and the
+    pages for all of them.
+    """
 
     budgets: tuple[tuple[int, ...], ...]
     """The entries of each KV head, as [layer][KV head]."""
     mean_entries: int
     floor_entries: int
-    """The least entries of a KV head."""
+    """The fewest entries that a KV head may get."""
     entries_per_page: tuple[int, ...]
     """How many entries of every KV head fill a page, in the order of layers."""
     limits: tuple[int, ...]
@@ -64,7 +66,7 @@ class HeadwisePlan:
     pool_pages: int
     page_bytes: int
     longest: int
-    """The length in tokens of the longest text that it is made for."""
+    """The length in tokens of the longest text that the plan is made for."""
 
     @property
     def holds_all(self) -> bool:
@@ -78,7 +80,7 @@ class HeadwisePlan:
 
     @functools.cached_property
     def whole_texts(self) -> WholeTexts:
-        """Return which texts the pool keeps whole."""
+        """Return the object that tells which texts the pages of the plan keep whole."""
         return WholeTexts(self.pool_pages, self.longest, self.pages_of)
 
     @property
@@ -115,9 +117,10 @@ def plan_headwise(
 ) -> HeadwisePlan:
     """Share a budget among the KV heads.
 
-    `layers` are the model's attention layers. Layers with a window get no more than it holds, and
-    the others get the rest. Raises BudgetError if the budget cannot hold sinks and recent window in
-    every KV head, and ProfileError if the policy needs loss curves.
+    `layers` are the model's attention layers. KV heads of a layer with a window get no more than
+    the window holds, and the others get the rest. Raises BudgetError if the budget cannot hold
+    sinks and recent window in every KV head, ProfileError if the policy needs loss curves that
+    `profile` does not have, and SettingsError for invalid results of a user's own policy.
     """
     page_bytes, per_head = _page_geometry(layers, kv_type)
 
@@ -155,7 +158,8 @@ def plan_headwise(
 
 
 def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> list[int]:
-    """Return the entries of every KV head, in the order of layers, by a user's own policy.
+    """Return the budget of every KV head in entries, layer by layer, as a user's own policy shares
+    it.
 
     `per_page`: how many entries of every KV head fill a page. Raises SettingsError for invalid
     results of share().
@@ -172,14 +176,16 @@ def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> l
 
 
 def own_windows(policy: Policy, recent_window: int | None) -> bool:
-    """Tell whether a head's recent window is half of its own budget, as in the layer document."""
+    """Tell whether the recent window of a KV head is half of its own budget: for policies that
+    share per layer, unless the user gives a window.
+    """
     return policy.rule.by_layer and recent_window is None
 
 
 def by_layer(
     of_heads: Sequence[int], layers: Sequence[_core.LayerShape]
 ) -> Iterator[tuple[int, ...]]:
-    """Split a list over all KV heads into one tuple per layer."""
+    """Yield one tuple per layer of a list that has a value for each KV head, layer by layer."""
     heads = iter(of_heads)
     for shape in layers:
         yield tuple(itertools.islice(heads, shape.n_head_kv))
@@ -201,10 +207,10 @@ def attention_layers(geometry: ModelGeometry) -> list[_core.LayerShape]:
 
 
 def kv_type_for(kv_type: str, budget: Budget, geometry: ModelGeometry, n_ctx: int) -> str:
-    """Return the type that `auto` chooses; any other type is returned unchanged.
+    """Return the KV type that `auto` stands for; any other type is returned unchanged.
 
-    It is f16 if a budget in bytes holds the whole context, else q8_0, which keeps 1.8 times as many
-    entries in the same bytes. This gains more than its rounding loses.
+    For `auto`, it is f16 if a budget in bytes holds the whole context, else q8_0, which keeps 1.8
+    times as many entries in the same bytes. These entries are worth more than the rounding costs.
     """
     if kv_type != "auto":
         return kv_type
@@ -240,7 +246,8 @@ def plan_flat(
 ) -> FlatPlan:
     """Convert a budget to entries and cells; a byte budget includes the cells of one micro-batch.
 
-    `cell_bytes`: K and V of one token in all layers. Raises BudgetError as plan_headwise() does.
+    `cell_bytes`: the bytes of K and V of one token in all layers. Raises BudgetError as
+    plan_headwise() does.
     """
 
     def cells(entries: int) -> int:
@@ -260,7 +267,7 @@ def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
         return int(round(budget.value * n_ctx, 9))  # For example, 0.29 of 100 is 29.
     if budget.kind == "tokens":
         return min(int(budget.value), n_ctx)
-    if bytes_of(n_ctx) <= budget.value:  # The whole context needs no room for a micro-batch.
+    if bytes_of(n_ctx) <= budget.value:  # The whole context needs no micro-batch besides.
         return n_ctx
     return bisect.bisect_right(range(n_ctx), budget.value, key=bytes_of) - 1
 
@@ -280,7 +287,7 @@ def _protection(
     def holds_them(n: int) -> bool:
         return n >= min(ProtectedEntries.for_budget(n, n_sinks, recent_window).entries, n_ctx)
 
-    # The whole context is always enough.
+    # With n_ctx entries, all are held, so that the search finds a budget.
     least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)
     needed = ProtectedEntries.for_budget(least, n_sinks, recent_window)
     raise BudgetError(
@@ -299,7 +306,9 @@ def _share(
     per_page: list[int],
     limits: list[int],
 ) -> list[int]:
-    """Return the entries of every KV head, in the order of layers."""
+    """Return the budget of every KV head in entries, layer by layer; raises ProfileError if the
+    policy needs loss curves that there are not.
+    """
     if not policy.rule.by_curves:
         by_entropy = policy.rule is BudgetRule.PROFILE_ENTROPY
         weights = weights_of(profile) if by_entropy and profile else []
@@ -323,10 +332,10 @@ def shares_by_curves(
     per_page: Sequence[int],
     limits: Sequence[int],
 ) -> list[int]:
-    """Return the entries of every KV head, in the order of layers, that lose least of a text of
-    n_ctx tokens by the loss curves of a profile.
+    """Return the budgets in entries of every KV head, layer by layer, with which a text of n_ctx
+    tokens loses least by the loss curves of a profile.
 
-    No KV head gets more than its limit; what it cannot use goes to the others.
+    No KV head gets more than its limit; what one cannot use goes to the others.
     """
     knots, losses = curves.knots(n_ctx, n_ctx - floor)
     return _core.share_by_curves(mean, n_ctx, floor, per_page, knots, losses, limits)

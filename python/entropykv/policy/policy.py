@@ -1,4 +1,4 @@
-"""Define a policy: how it shares a budget among the KV heads, and by what it ranks entries."""
+"""Define a policy: how a budget is shared among the KV heads, and by what entries are ranked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from entropykv.errors import SettingsError
 from entropykv.settings.own_policy import OwnPolicy
 
 _ALL = {measure.name: measure for measure in _core.measures()}
-"""The extension's table: cpp/decide/measures.cpp."""
+"""The measures in the table of the extension, by their names: cpp/decide/measures.cpp."""
 
 MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
-"""What queries give to entries, summed over the query heads of a KV head."""
+"""The measures that a policy can be given, and what each sums up over the query heads of
+a KV head.
+"""
 
 MODIFIERS = {
     "values": "times the norm of the entry's value",
@@ -25,14 +27,16 @@ _OF_SHARES = ("mass", "attention")
 """The measures that are sums of shares of attention."""
 
 _ECHO_DECAY = 0.9995
-"""With echoes, importance decays less, so that text that was repeated long ago is not forgotten."""
+"""The least decay of importance where texts are read twice, so that text that was repeated long ago
+is not forgotten.
+"""
 
 
 OBSERVED_ON_DEVICES = 64
 """How many of the last queries of a micro-batch the device store observes.
 
-What all 512 give takes a device longer than attention itself. With fewer than 64, and with 32 that
-are evenly spaced, continuations are further from those with a full cache.
+Measuring what all 512 queries give takes a device longer than attention itself. With fewer than 64,
+and with 32 that are evenly spaced, continuations are further from those with a full cache.
 """
 
 EXPECTED_LOOKUPS = 0.2
@@ -51,11 +55,11 @@ class Importance:
     measure: str = "mass"
     """One of MEASURES, or `streaming` or `recency`, which rank only by position."""
     modifiers: tuple[str, ...] = ("values",)
-    """Some of MODIFIERS, in their order."""
+    """Names in MODIFIERS, in the order of that table."""
     decay: float = 0.998
     """The fraction of an entry's importance that is left after one more token."""
     observation_window: int = 512
-    """How many of the last queries of a micro-batch count, in tokens."""
+    """How many of the last tokens of a micro-batch are observed: only their queries count."""
 
     @staticmethod
     def parse(text: str) -> Importance:
@@ -95,32 +99,40 @@ class Importance:
 
     @property
     def by_position(self) -> bool:
-        """Tell whether it needs no attention, so that every head would choose the same entries."""
+        """Tell whether entries are ranked by position alone, so that every head would choose the
+        same ones.
+        """
         return self._row.by_position
 
     @property
     def of_observed(self) -> bool:
-        """Tell whether it ranks only by what queries gave, and by nothing else of a KV head."""
+        """Tell whether entries are ranked only by the attention that queries gave, and not by keys
+        or values that a KV head has stored.
+        """
         return self.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
     def adds_up(self) -> bool:
-        """Tell whether it adds up the shares of attention that queries gave to an entry."""
+        """Tell whether importance is the sum of the shares of attention that queries gave to an
+        entry.
+        """
         return self._row.adds_up
 
     @property
     def repeats(self) -> bool:
-        """Tell whether it needs a text to be read twice: see session/echo.py."""
+        """Tell whether every text must be read twice to rank its entries: see session/echo.py."""
         return self._row.of_echoes or "echo" in self.modifiers
 
     @property
     def predicts(self) -> bool:
-        """Tell whether it scores entries by keys and values alone, which needs a predictor."""
+        """Tell whether scores are predicted from keys and values, completely or in part, which
+        needs a predictor.
+        """
         return self._row.predicts or "predicted" in self.modifiers
 
     @property
     def adds_predictions(self) -> bool:
-        """Tell whether it adds predicted attention to the attention that queries gave."""
+        """Tell whether predicted attention is added to the attention that queries gave."""
         return "predicted" in self.modifiers
 
     @property
@@ -130,7 +142,7 @@ class Importance:
 
     @property
     def kind(self) -> _core.ScoreKind:
-        """Return its name in the extension."""
+        """Return the name of the measure in the extension."""
         return self._row.kind
 
     def on_devices(self) -> Importance:
@@ -144,14 +156,15 @@ class Importance:
     @property
     def _decay(self) -> float:
         if self._row.of_echoes:
-            # Nothing decays, because every entry was observed when its own chunk was repeated.
+            # Nothing decays, because every entry gets its score once, from the echo of its own
+            # chunk.
             return 1.0
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
         return self.decay
 
     def settings(self) -> _core.ImportanceSettings:
-        """Return the settings for a store."""
+        """Return these settings for a store of the extension."""
         return _core.ImportanceSettings(
             kind=self.kind,
             decay=self._decay,
@@ -166,7 +179,7 @@ def _any_of(names: dict[str, str]) -> str:
 
 
 class BudgetRule(Enum):
-    """Name the ways to share a budget among the KV heads."""
+    """Name the rules by which a budget is shared among the KV heads."""
 
     EQUAL = auto()
     PROFILE_ENTROPY = auto()
@@ -176,11 +189,15 @@ class BudgetRule(Enum):
     LAYER_ENTROPY = auto()
     """Share per layer, in proportion to its mean entropy in this text."""
     LAYER_RANGE = auto()
-    """Share per layer, between 8 for the lowest entropy and 128 for the highest, scaled."""
+    """Share per layer, by budgets from 8 for the lowest entropy to 128 for the highest, scaled to
+    the total budget.
+    """
     LOSSES = auto()
     """Share by what heads lose in this text."""
     GUIDED = auto()
-    """Share by what heads lose in this text and by the loss curves of a profile, equally."""
+    """Share by what heads lose in this text and by the loss curves of a profile, which count
+    equally.
+    """
     OWN = auto()
     """Share by the weights of a user's object: see settings/own_policy.py."""
     OWN_BY_LAYER = auto()
@@ -188,12 +205,12 @@ class BudgetRule(Enum):
 
     @property
     def by_profile(self) -> bool:
-        """Tell whether it needs an entropy profile."""
+        """Tell whether the rule needs an entropy profile."""
         return self is BudgetRule.PROFILE_ENTROPY or self.by_curves
 
     @property
     def by_curves(self) -> bool:
-        """Tell whether it needs the loss curves of a profile."""
+        """Tell whether the rule needs the loss curves of a profile from the start."""
         return self in (BudgetRule.PROFILE_CURVES, BudgetRule.GUIDED)
 
     @property
@@ -221,9 +238,9 @@ class Policy:
     summary: str
     importance: Importance = field(default_factory=Importance)
     flat: bool = False
-    """True if the flat store supports it, because heads need no choices of their own."""
+    """True if the flat store supports the policy, because heads need no choices of their own."""
     rule: BudgetRule = BudgetRule.EQUAL
     schedule: bool = False
     """True if entries below a threshold are frozen for some steps, whatever the budget."""
     own: OwnPolicy | None = None
-    """The user's object that shares the budget; None for one of entropykv's policies."""
+    """The user's object that shares the budget; None for a policy of entropykv."""

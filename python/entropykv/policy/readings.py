@@ -1,5 +1,5 @@
-"""Define what budgets that follow the text read from a store after a micro-batch, and what they do
-with it; they change nothing in the store.
+"""Define which measurements online budgets read from a store after a micro-batch, and what they
+derive from them; they change nothing in the store.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Floats = npt.NDArray[np.float64]
 
 
 class StoreReadings(Protocol):
-    """Define how to read measurements of the last micro-batch; the extension's headwise store does
-    so.
+    """Define how measurements of the last micro-batch are read; the headwise store of the extension
+    implements it.
     """
 
     def row_entropies(self, layer: int) -> npt.NDArray[np.float32]:
         """Return the entropies of attention rows in bits, (n_tokens, query heads).
 
-        They are measured if OnlineBudgets.tracks_entropies is true.
+        Entropies are measured if OnlineBudgets.tracks_entropies is true.
         """
 
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
         """Return losses at OnlineBudgets.knots(), a flat array [KV head of all layers][knot].
 
-        `of_held`: only of entries that are still held, without those that were dropped before.
+        `of_held`: without the losses from entries that were dropped before.
         """
 
     def count(self, layer: int, kv_head: int) -> int:
@@ -46,22 +46,23 @@ class StoreReadings(Protocol):
 
 
 class OnlineBudgets(ABC):
-    """Record what a text shows, and derive budgets from it; those that need no losses need nothing
-    but the default bodies.
+    """Record what a text shows, and derive budgets from it.
+
+    The default methods are for budgets that need no losses.
     """
 
     tracks_entropies: bool
     """True if the store must measure the entropies of attention rows."""
 
     def expect(self, plan: HeadwisePlan) -> None:  # noqa: B027
-        """Take the plan whose budgets will be shared."""
+        """Prepare to measure for a plan, whose budget will be shared from now on."""
 
     def knots(self, growth: float) -> list[int]:  # noqa: ARG002
         """Return the numbers of entries beyond the floor at which the store must measure losses;
         may be empty.
 
         It is called before every micro-batch after which budgets change. `growth`: by what factor
-        the text will be longer once all of it is read: 1 or more.
+        the part of the text beyond the floor will grow until all of it is read, 1 or more.
         """
         return []
 

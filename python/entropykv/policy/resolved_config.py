@@ -1,4 +1,4 @@
-"""Gather what a user says in CacheOptions, and resolve them for a model: into a ResolvedConfig.
+"""Gather what a user asks for in CacheOptions, and resolve it for a model: into a ResolvedConfig.
 
 Both a session and `entropykv plan` call resolve(), so that the plan shows what a session does.
 """
@@ -54,8 +54,9 @@ def cache_options_of(
 ) -> CacheOptions:
     """Return the cache options that options of the command line or of the server ask for.
 
-    A field is read where both name it alike; `others` are fields that they name differently, and
-    those of a pool. `rungs` are the rungs of the recovery ladder that may be asked for.
+    Fields of CacheOptions that have the same name in `options` are read from there; `others` are
+    the fields with other names, and those of a pool. `rungs` are the rungs of the recovery ladder
+    that may be asked for.
     """
     alike = {
         field: getattr(options, each.name)
@@ -112,7 +113,9 @@ def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery |
 
 
 def _given(kind: type[Freezing | Recovery], options: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that options say anything of."""
+    """Return the values that `options` have for fields of a dataclass, by the names of the fields,
+    without None.
+    """
     values = {
         field: getattr(options, each.name, None)
         for field, each in declared(kind).items()
@@ -122,19 +125,21 @@ def _given(kind: type[Freezing | Recovery], options: Any) -> dict[str, Any]:
 
 
 def _flag(fields: Iterable[str]) -> str:
-    """Return the option that the first of these fields of Freezing has, in alphabetical order."""
+    """Return the command line option that comes first in the alphabet among those of these fields
+    of Freezing.
+    """
     return min(declared(Freezing)[field].flags[0] for field in fields)
 
 
 _MOST_HALVES = 0.075
-"""The largest part of the weights that may be in F16 where drafts are read without being asked for,
-and llama.cpp computes its products.
+"""The largest fraction of the bytes of weights that may be F16 if llama.cpp computes their
+products, and drafts are read that the user did not ask for.
 """
 
 
 def products_are_ours(weight_types: Iterable[tuple[str, int]], kernels: Sequence[str]) -> bool:
-    """Tell whether llama.cpp computes hardly any products in F16, in which a token among drafts
-    gets other bits than alone.
+    """Tell whether llama.cpp computes hardly any products of F16 weights, where a token that is
+    read with drafts gets other bits than a token alone.
 
     `weight_types`: types and bytes of a model's weights; `kernels`: those of this CPU, the fastest
     last, as _core.product_kernels() returns them.
@@ -154,9 +159,9 @@ def spec_type_for(
     """Return how tokens are guessed ahead: none, ngram or draft.
 
     `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
-    and device stores, where attention to several tokens has other bits than that to one; and for
-    one conversation where the same is true of products, see products_are_ours(). What is asked for
-    by name raises SettingsError where it is not possible.
+    and device stores, where attention to several tokens has other bits than that to one; and, for a
+    session without a pool, where products have other bits, too: see products_are_ours(). What is
+    asked for by name raises SettingsError where it is not possible.
     """
     asked = options.spec_type
     if asked == "none":
@@ -204,7 +209,7 @@ class ResolvedConfig:
     """Hold how a session runs a model: the options, and everything that follows from them before
     any token is read.
 
-    It does not change during a session, except for the budget, which resize() replaces.
+    It does not change during a session, also not when resize() gives the session another budget.
     """
 
     options: CacheOptions
@@ -212,16 +217,18 @@ class ResolvedConfig:
     geometry: ModelGeometry
     store: Literal["headwise", "device", "flat"]
     fallback: str | None
-    """Why the device or flat store serves the model although `auto` prefers the headwise one; None
+    """Why `auto` has chosen the device or the flat store instead of the headwise one; None
     otherwise.
     """
     policy: Policy
     profile: EntropyProfile | None
-    """The profile by which the policy divides the budget, if it uses one."""
+    """The profile that the policy uses to share the budget or to rank entries; None if it uses
+    none.
+    """
     learnt: LearntPredictor | None
     """The predictor that earlier processes have learnt of the model, if it is used."""
     freezing: Freezing | None
-    """How entries are frozen, and the type of frozen ones; None: nothing is frozen."""
+    """How evicted entries are frozen; None: they are dropped."""
     kv_type: str
     n_ctx: int
     n_ubatch: int
@@ -231,7 +238,9 @@ class ResolvedConfig:
     fewer if frozen entries are searched.
     """
     recall_end: int
-    """How many tokens of a prompt are its end."""
+    """How many of the last tokens of a prompt count as its end, which is read in micro-batches of
+    at most recall_micro_batch tokens.
+    """
     spec_type: str
     """How tokens are guessed ahead: none, ngram or draft."""
     n_drafts: int
@@ -239,8 +248,8 @@ class ResolvedConfig:
 
     @property
     def own_windows(self) -> bool:
-        """Tell whether the recent window of each KV head follows its own budget: see own_windows()
-        below this class.
+        """Tell whether the recent window of each KV head is half of its own budget: see
+        own_windows() in policy/plan.py.
         """
         return own_windows(self.policy, self.options.recent_window)
 
@@ -249,7 +258,7 @@ class ResolvedConfig:
         """Tell whether the headwise store keeps keys without what the model's biases contribute to
         nearly all of them, because large biases would make q8_0 coarse.
 
-        The measure `products` needs the products of queries with keys as they are.
+        Not with the measure `products`, which needs the products of queries with unchanged keys.
         """
         return (
             self.store == "headwise"
@@ -294,7 +303,9 @@ class ResolvedConfig:
 
     @property
     def reads_twice(self) -> bool:
-        """Tell whether texts beyond the budget are read twice, completely or in their beginning."""
+        """Tell whether texts that the budget cannot hold are read twice, in full or until a
+        predictor is learnt.
+        """
         return self.policy.importance.repeats or self.learns_predictor
 
     def headwise_plan(
@@ -325,8 +336,9 @@ class ResolvedConfig:
     ) -> int:
         """Return the pages of a pool for `n_sequences` conversations, at most what they can use.
 
-        A budget that is a fraction is taken of all conversations with full contexts; one in tokens
-        or bytes is for all conversations together. Raises BudgetError as headwise_plan() does.
+        A budget that is a fraction refers to all conversations with full contexts; a budget in
+        tokens or bytes is for all conversations together. Raises BudgetError as headwise_plan()
+        does.
         """
         budget = self.options.budget if budget is None else budget
         n_sequences = self.options.n_sequences or 1
@@ -378,7 +390,8 @@ class ResolvedConfig:
         )
 
     def on_flat_store(self, why: str) -> ResolvedConfig:
-        """Return the config for the flat store, if the headwise one cannot serve the model.
+        """Return the config for the flat store, after the headwise one could not serve the model.
+        `why`: the reason.
 
         Raises UnsupportedModelError, with a message that begins with `why`, if entries are to be
         frozen.
@@ -391,7 +404,8 @@ class ResolvedConfig:
         return self._resolved_again(instead=("flat", why))
 
     def on_device_store(self, why: str) -> ResolvedConfig:
-        """Return the config for the device store, if attention is on a device.
+        """Return the config for the device store. `why`: why the headwise store cannot serve the
+        model.
 
         Raises SettingsError and UnsupportedModelError for options that it does not support.
         """
@@ -481,11 +495,11 @@ def resolve(
 ) -> ResolvedConfig:
     """Resolve options for a model of which only the file's header is read.
 
-    Opens no files: the caller finds the profile and what was `learnt`, which are None if the policy
-    uses none or none exists. `instead`: the store that serves the model although headwise or auto
-    was requested, and why. `predictable`: whether the model's keys before RoPE are known, which
-    only its graph can tell. Raises SettingsError for options that contradict each other or that the
-    model or its store does not support, and ContextError for too many sinks.
+    Opens no files: the caller finds the profile and the learnt predictor, which are None if the
+    policy uses none or there is none. `instead`: the store that serves the model although headwise
+    or auto was requested, and why. `predictable`: whether the model's keys before RoPE are known,
+    which only its graph can tell. Raises SettingsError for options that contradict each other or
+    that the model or its store does not support, and ContextError for too many sinks.
     """
     asked = options.store if instead is None else instead[0]
     store: Literal["headwise", "device", "flat"] = (
@@ -548,9 +562,9 @@ def resolve(
 def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig:
     """Read the profile that the policy takes, and resolve the options with it.
 
-    It is the one that was given, or that of the model. If it has no predictor, the one that earlier
-    processes have learnt is read. Raises what resolve() raises, and ProfileError for a profile that
-    cannot be read.
+    It reads the profile that the options name, or else the profile of the model. If that has no
+    predictor, the one that earlier processes have learnt is read. Raises what resolve() raises, and
+    ProfileError for a profile that cannot be read.
     """
     profile = given_profile(options.entropy_config)
     if profile is None and takes_profile(options.policy):
@@ -569,9 +583,9 @@ def _micro_batches(
     that may be read at a time.
 
     A search considers the last RECALL_QUERIES queries of a KV head. If they are fewer than two
-    thirds of a micro-batch, facts are lost (docs/background/freezing.md). A schedule has one step
-    for each micro-batch, so these are small. With echoes they stay large, because an echo finds the
-    needed entries before anything is frozen.
+    thirds of a micro-batch, facts are lost (docs/background/freezing.md). A freeze schedule has one
+    step for each micro-batch, so its micro-batches are small. With echoes, micro-batches stay
+    large, because an echo finds the needed entries before anything is frozen.
     """
     if freezing is None or freezing.recall_interval == 0 or policy.importance.repeats:
         return n_ubatch, n_ubatch, n_ctx
@@ -587,11 +601,11 @@ def _micro_batches(
 
 
 def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str) -> str:
-    """Return the type of a store whose K and V are tensors of ggml.
+    """Return the KV type for a store whose K and V are tensors of ggml. `asked`: the type in the
+    options; `chosen`: what that stands for.
 
-    It is f16 if heads do not fill whole blocks of the type that `auto` chose.
-
-    Raises SettingsError if such a type was requested explicitly.
+    It is f16 if `auto` chose a type whose blocks heads do not fill. Raises SettingsError if the
+    user asked for such a type.
     """
     sizes = (geometry.head_dim_k, geometry.head_dim_v, *geometry.window_head_dims)
     odd = [size for size in sizes if size % Q8_0_BLOCK]

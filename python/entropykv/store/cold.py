@@ -40,16 +40,16 @@ _ATTEMPTS = 100
 class ColdFile:
     """Hold a file that is locked for this process; create() makes one.
 
-    It belongs to one session of one process, and is never read by another one: its content is
+    The file belongs to one session of one process, and no other session reads it: its content is
     useless without what that session knows in memory. It is not protected against changes: check()
     detects a file that was truncated, replaced or changed at its start, but not a change further
     on.
 
     All numbers are little-endian; the first HEADER_BYTES are
 
-        magic "EKVCOLD\\0", version (u32), bytes of a page (u32), nonce (16 bytes, random),
-        digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
-        digest (blake2b, 8 bytes) of all before it
+    magic "EKVCOLD\0", version (u32), bytes of a page (u32), nonce (16 bytes, random), digest of the
+    model's identity (blake2b, 16 bytes), process (u32), zeros, digest (blake2b, 8 bytes) of all
+    before it
 
     and the rest is the store's.
 
@@ -61,7 +61,10 @@ class ColdFile:
     def __init__(
         self, path: str, descriptor: int, *, page_bytes: int, identity: Mapping[str, Any]
     ) -> None:
-        """Write the header of a new, locked file; the object then owns the descriptor."""
+        """Write the header of a new, locked file, whose descriptor the object owns from then on.
+        `page_bytes`: the bytes of a page of entries; `identity`: that of the model, as for
+        create().
+        """
         self.path = path
         self.descriptor = descriptor
         self.nonce = secrets.token_bytes(16)
@@ -171,8 +174,8 @@ def _write(descriptor: int, header: bytes) -> None:
 def _new_locked(directory: str) -> tuple[str, int]:
     """Return path and descriptor of a new, empty file whose lock is held.
 
-    Between open() and lock(), another process may take the file for a leftover and lock or remove
-    it; then the next name is tried.
+    Between opening and locking, another process may take the file for a leftover and lock or remove
+    it; then another name is tried.
     """
     for _ in range(_ATTEMPTS):
         path = os.path.join(directory, f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}{_SUFFIX}")
@@ -188,8 +191,8 @@ def _new_locked(directory: str) -> tuple[str, int]:
 
 
 def _remove_and_close(path: str, descriptor: int) -> bool:
-    """Close a file, and remove its path if that still leads to it; returns whether it was
-    removed.
+    """Close a file, and remove its path if the path still leads to this file; returns whether it
+    was removed.
     """
     with contextlib.suppress(OSError):
         if os.path.samestat(os.lstat(path), os.fstat(descriptor)):
@@ -200,8 +203,8 @@ def _remove_and_close(path: str, descriptor: int) -> bool:
 
 
 def _remove_leftovers(directory: str) -> int:
-    """Remove the files that no process holds; returns how many. Raises OSError without a
-    directory.
+    """Remove the files in a directory that no process has locked; returns how many. Raises OSError
+    if there is no such directory.
     """
     with os.scandir(directory) as entries:
         paths = [
@@ -240,7 +243,7 @@ def _unusable(directory: str, error: OSError | ValueError) -> FreezeError:
 
 
 class ColdSide:
-    """Freeze entries of a headwise store; without `freezing`, nothing is frozen.
+    """Give a headwise store its cold storage. Without `freezing`, nothing is frozen.
 
     Raises SettingsError if the policy cannot freeze, BudgetError for a limit that is too small for
     any entry, FreezeError if the file cannot be made.
@@ -276,7 +279,8 @@ class ColdSide:
             )
         cold_type = "as stored" if freezing.kv_type in ("auto", kv_type) else freezing.kv_type
         page_bytes = _core.cold_page_bytes(layers, kv_type, cold_type)
-        # A KV head needs a page to fill, as wide as the store's, and one in storage.
+        # Each KV head needs two pages: one of the store's size that is being filled, and one in
+        # cold storage.
         of_head = page_bytes + _core.page_geometry(layers, kv_type)[0]
         least = of_head * sum(shape.n_head_kv for shape in layers if not shape.window)
         if freezing.limit_bytes is not None and freezing.limit_bytes < least:
@@ -298,7 +302,9 @@ class ColdSide:
         )
 
     def serve(self, store: _core.HeadwiseStore) -> None:
-        """Serve the store that was made with these settings."""
+        """Remember the store that was made with these settings, so that its frozen entries can be
+        restored and counted. Does nothing if nothing is frozen.
+        """
         self._store = store if self.settings else None
 
     def check_file(self) -> None:
@@ -327,7 +333,9 @@ class ColdSide:
 
     @contextmanager
     def growing_later(self) -> Iterator[None]:
-        """Let cold storage grow after a micro-batch; check() raises errors later."""
+        """Let cold storage grow in the `with` block, after a micro-batch; an error is kept, and
+        check() raises it.
+        """
         try:
             with self.growing():
                 yield
@@ -336,8 +344,8 @@ class ColdSide:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read frozen entries in the `with` block; on an error, gives them all up and raises
-        FreezeError.
+        """Let the `with` block read frozen entries; if that fails, give up all frozen entries and
+        raise FreezeError.
         """
         try:
             yield
@@ -346,8 +354,8 @@ class ColdSide:
             raise
 
     def check_loading(self) -> None:
-        """Raise StateDoesNotFit if frozen entries were given up, because a state could not be
-        loaded then.
+        """Raise StateDoesNotFit if cold storage has failed before, because then no state can be
+        loaded.
         """
         if self.settings and self._store is None:
             raise StateDoesNotFit(

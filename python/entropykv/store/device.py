@@ -1,5 +1,8 @@
-"""Run the device store in a session: budgets per KV head, with K and V where the weights are, in a
-llama_context for one sequence or for several that share it.
+"""Run the device store in a session: budgets per KV head, with K and V on the devices of the
+layers.
+
+A DeviceContext has a llama_context for one sequence, or for several that share it; each sequence
+has a DeviceStore.
 """
 
 from __future__ import annotations
@@ -38,12 +41,14 @@ class DeviceContext(StoreContext):
     """Hold a context whose attention device stores compute; llama.cpp's own cells hold only one
     micro-batch.
 
-    It has the figures of all its stores, as SequencePool has those of headwise stores.
+    It has the figures in bytes of all its stores, as SequencePool has those of headwise stores.
     """
 
     reads_together = False
     least_patience = 0.01
-    """With another number of tokens, llama.cpp builds its graph anew, and CUDA records it again."""
+    """How many seconds a step waits at least for the other sessions: if the number of tokens
+    changes, llama.cpp builds its graph anew, and CUDA records it again.
+    """
 
     def __init__(self, model: Model, config: ResolvedConfig) -> None:
         """Probe the model's graph, and compute its attention from then on.
@@ -71,7 +76,8 @@ class DeviceContext(StoreContext):
             self.close()
             raise
         offloaded = offloaded_layers(options.n_gpu_layers)
-        # llama.cpp counts the output as one more layer.
+        # All layers are offloaded if there is one more than n_layer: llama.cpp counts the output as
+        # a layer.
         self.only_embeds = all(node.on_device for node in self.hook.nodes) and (
             offloaded < 0 or offloaded > model.geometry.n_layer
         )
@@ -79,14 +85,16 @@ class DeviceContext(StoreContext):
         self.batch = _core.DeviceBatch()
         self.hook.serve_on_devices(self.batch)
         self.rope_obstacle: str | None = None
-        """Why keys cannot be moved to other positions, or empty; None until the first store."""
+        """Why keys cannot be moved to other positions; empty if they can; None before the first
+        store has found it out.
+        """
         self._stores: weakref.WeakSet[DeviceStore] = weakref.WeakSet()
         self._peak = 0
 
     @property
     def on_host(self) -> str | None:
-        """Return which layers attend in main memory although they are on a device, and why, once
-        there is a store; None if no layer does.
+        """Return a sentence that says for which layers on a device attention is computed in main
+        memory, and why; None if there are none. It is known once there is a store.
         """
         layers: dict[str, list[int]] = {}
         for number, why in self.devices.on_host.items():
@@ -101,15 +109,17 @@ class DeviceContext(StoreContext):
 
     @property
     def is_on_host(self) -> bool:
-        """Tell whether all layers attend in main memory, once there is a store."""
+        """Tell whether attention of all layers is computed in main memory; known once there is a
+        store.
+        """
         on_host = self.devices.on_host
         return all(i in on_host or not n.on_device for i, n in enumerate(self.hook.nodes))
 
     def resize(self, budget: Budget) -> None:
         """Give all stores their equal part of another budget, or leave all as they were.
 
-        Rows for a larger one are allocated anew. Raises BudgetError if the devices have no memory
-        for it.
+        For a larger budget, the rows are allocated anew. Raises BudgetError if the devices have no
+        memory for them.
         """
         stores = list(self._stores)
         if not stores:
@@ -140,14 +150,16 @@ class DeviceContext(StoreContext):
         self._stores.add(store)
 
     def begin_step(self) -> None:
-        """Begin a micro-batch: the graph expects its token i in cell i."""
+        """Begin a micro-batch. All cells of llama.cpp are freed, because the graph expects token i
+        of the micro-batch in cell i.
+        """
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.handle), False)
         self.batch.clear()
         self.hook.begin_step()
 
     def end_step(self) -> None:
-        """End the micro-batch: check that every layer was served, and let stores without drafts
-        decide who stays.
+        """End the micro-batch: check that the attention of every layer was computed, and evict in
+        the stores whose sequences had no drafts.
         """
         self.hook.check_step()
         self.batch.commit()
@@ -194,7 +206,7 @@ class DeviceContext(StoreContext):
 
 
 def _named(layers: list[int]) -> str:
-    """Return words for numbers of layers, ascending, in which neighbours are ranges."""
+    """Return words for ascending numbers of layers, in which neighbouring numbers become ranges."""
     ranges: list[list[int]] = []
     for layer in layers:
         if ranges and ranges[-1][1] == layer - 1:
@@ -208,9 +220,9 @@ def _named(layers: list[int]) -> str:
 class DeviceStore(KvHeadStore):
     """Keep the entries of one sequence per (layer, KV head), on the device of the layer.
 
-    Every KV head has rows for its budget and for one micro-batch. They are allocated when the store
-    is made or, in a pool, for all places, when the first sequence takes one. Budgets do not change
-    while a text is read.
+    Every KV head has rows for its budget and for one micro-batch. The rows are allocated when the
+    store is made or, in a pool, for all places when the first sequence takes one. Budgets do not
+    change while a text is read.
     """
 
     name = "device"
@@ -227,8 +239,10 @@ class DeviceStore(KvHeadStore):
     ) -> None:
         """Make a store in a context that others of its pool share; a pool's store has no place yet.
 
-        `budget` None takes that of the config; in a pool, each sequence gets an equal share of it.
-        Raises UnsupportedModelError if a device cannot compute the model's attention.
+        `budget` None: that of the config; in a pool, each sequence gets an equal part of it. Raises
+        UnsupportedModelError if neither a device nor the CPU can compute the model's attention,
+        BudgetError for a budget that is too small or does not fit into the memory of the devices,
+        and ProfileError for a predictor of other features.
         """
         self._model, self._config = model, config
         options = config.options
@@ -272,9 +286,10 @@ class DeviceStore(KvHeadStore):
             raise unsupported(self._model, str(error), self.name) from None
 
     def _predictor(self) -> list[npt.NDArray[np.float32]]:
-        """Return the weights that predict scores, for every layer; none if the policy uses none.
+        """Return for every layer the weights that predict scores, (n_head_kv, n_features); an empty
+        list if the policy uses none.
 
-        Raises ProfileError if they belong to entries with other features.
+        Raises ProfileError if the weights are for entries with other features.
         """
         predictor = ranking_predictor(self._config)
         if predictor is None:
@@ -315,7 +330,7 @@ class DeviceStore(KvHeadStore):
 
     @property
     def drafts(self) -> DeviceStore | None:
-        """Return the store itself, if a micro-batch has room for them."""
+        """Return the store itself; None if micro-batches have only one token."""
         return None if self._config.n_ubatch == 1 else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -325,7 +340,9 @@ class DeviceStore(KvHeadStore):
         return self._store.most_drafts(position, wanted)
 
     def settle(self, n_right: int) -> None:
-        """Evict what the budget cannot hold, and undo what wrong drafts have changed."""
+        """Store the entries of a run and evict what the budget cannot hold, then undo what wrong
+        drafts have changed.
+        """
         self._store.commit_step()
         self._store.settle_drafts(n_right)
         self.context.note_use()
@@ -343,13 +360,15 @@ class DeviceStore(KvHeadStore):
         self.context.resize(budget)
 
     def plan_of(self, budget: Budget) -> HeadwisePlan:
-        """Return the plan of this store with a budget; in a pool, that of an equal part of it."""
+        """Return what a budget means for every KV head of this store; in a pool, it is the budget
+        of all sequences, and this store gets an equal part. Raises BudgetError if it is too small.
+        """
         if self._config.options.in_pool:
             return self._config.equal_share(budget, self.layers)
         return self._config.headwise_plan(budget, self.layers)
 
     def take_plan(self, plan: HeadwisePlan) -> None:
-        """Go on with a plan whose budgets core() has."""
+        """Take note of a plan whose budgets the store of the extension has already."""
         self._plan = plan
 
     def reach(self) -> Reach:
@@ -404,8 +423,9 @@ class DeviceStore(KvHeadStore):
         self.rollback.begin_from(state.whole_from)
 
     def take_place(self, sequence: int) -> None:
-        """Take a place with rows for its part, beside those of others; `sequence` is llama.cpp's
-        number of the sequence.
+        """Take a place with rows for an equal part of the budget; `sequence` is the number of the
+        place, and llama.cpp's number for the sequence. Raises BudgetError if the devices have no
+        memory.
         """
         self.sequence = sequence
         try:
@@ -414,14 +434,14 @@ class DeviceStore(KvHeadStore):
             raise self._no_memory() from None
 
     def set_aside(self) -> None:
-        """Drop everything, and leave the place until take_place(); the last one frees the rows of
-        all.
+        """Drop everything, and leave the place until take_place(); the last store that leaves frees
+        the rows of all places.
         """
         self.truncate(0)
         self._store.release()
 
     def close(self) -> None:
-        """Free the memory of the devices."""
+        """Leave the place, and free its memory on the devices."""
         if hasattr(self, "_store"):
             self._store.release()
 

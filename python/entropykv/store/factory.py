@@ -21,30 +21,33 @@ from entropykv.store.protocol import Store, StoreContext
 class StoreFactory:
     """Make the stores of one model, in one context.
 
-    With `auto`, the first of these serves the model that can: the device store, if attention is on
-    a device; the headwise store; the device store with attention in main memory; the flat store.
+    With the option store `auto`, the factory takes the first of these stores that can serve the
+    model: the device store, if it computes attention on a device; the headwise store; the device
+    store with attention in main memory; the flat store.
     """
 
     def __init__(
         self, model: Model, config: ResolvedConfig, most_tokens: Callable[[ResolvedConfig], int]
     ) -> None:
-        """Choose the store, and make the context and the first store, which the first make() gives.
+        """Choose the store, and make the context and the first store, which the first call of
+        make() returns.
 
-        `most_tokens` returns the most tokens of a sequence in a micro-batch, with its echo. Raises
-        what the stores raise if none can serve the model, and frees the context then.
+        `most_tokens` returns the most tokens of a sequence in a micro-batch, with its echo. If no
+        store can serve the model, frees the context and raises what the stores raise:
+        UnsupportedModelError, SettingsError, BudgetError or ProfileError.
         """
         self._model = model
         self._most_tokens = most_tokens
         self.config = config
         """The options, and what they mean for the model with the store that serves it."""
         self._context: StoreContext | None = None
-        # llama.cpp knows more than the header.
+        # llama.cpp knows of recurrent layers that the header does not show.
         if is_recurrent(model) and not config.geometry.recurrent:
             geometry = replace(config.geometry, recurrent=True)
             self.config = resolve(config.options, geometry, config.profile)
         budget = config.options.budget
         self.spare: Store | None = None
-        """A store that waits for a sequence; None if there is none."""
+        """A store that was made already and that make() returns next; None if there is none."""
         try:
             automatic = config.options.store == "auto"
             first = self._choose(budget) if automatic else self._new(budget)
@@ -53,7 +56,7 @@ class StoreFactory:
             raise
         self.spare = first
         self.facts = first.facts
-        """What never changes of any of them."""
+        """The facts that are the same for all stores and never change."""
 
     @property
     def context(self) -> StoreContext:
@@ -80,7 +83,9 @@ class StoreFactory:
         self._drop_context()
 
     def _choose(self, budget: Budget) -> Store:
-        """Try one store after the other; what the first one lacks is the reason of a fallback."""
+        """Try one kind of store after the other. If the flat store serves the model at last, the
+        error of the first kind is the reason for it: see ResolvedConfig.fallback.
+        """
         asked = self.config
         options = asked.options
         may_be_on_device = bool(offloaded_layers(options.n_gpu_layers)) and not asked.freezing
@@ -93,7 +98,7 @@ class StoreFactory:
                         return store
                     on_host = self.config
             except (UnsupportedModelError, SettingsError) as error:
-                refusal = error  # The error says how to get the device store, if there is a way.
+                refusal = error  # Raised or told later: it may say how to get the device store.
         try:
             return self._try(asked, budget)
         except UnsupportedModelError as error:
@@ -123,7 +128,7 @@ class StoreFactory:
 
     def _new(self, budget: Budget) -> Store:
         try:
-            # A context may change the config.
+            # Making the context may change self.config.
             if self.config.store == "flat":
                 flat = self._flat_context()
                 return FlatStore(self._model, self.config, flat, budget)
@@ -147,15 +152,15 @@ class StoreFactory:
         return self._context
 
     def _headwise_context(self) -> HeadwiseContext:
-        """Return the context of the headwise stores; what it shows of the model may need another
-        one.
+        """Return the context of the headwise stores. If the graph shows that predictions are
+        impossible, the config changes, and another context is made for it.
         """
         while not isinstance(self._context, HeadwiseContext):
             context = HeadwiseContext(self._model, self.config, self._most_tokens(self.config))
             possible = _possible(self.config, context)
             if possible is self.config:
                 self._context = context
-            else:  # Other texts are read twice then, in micro-batches of another size.
+            else:  # Then micro-batches may have another size, because of echoes.
                 context.close()
                 self.config = possible
         return self._context
@@ -167,8 +172,8 @@ class StoreFactory:
 
 
 def _possible(config: ResolvedConfig, context: HeadwiseContext | DeviceContext) -> ResolvedConfig:
-    """Return a config without predictions that a model does not allow, because its keys before RoPE
-    are not known or because its entries have other features.
+    """Return a config without predictions that are impossible for the model: without any if its
+    keys before RoPE are not known, or without the learnt predictor if that is for other features.
     """
     if context.hook.rope_obstacle:
         return config.without_prediction()

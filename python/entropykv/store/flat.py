@@ -43,12 +43,15 @@ from entropykv.store.states import DamagedState, SavedState, StateDoesNotFit, St
 
 
 class FlatContext(StoreContext):
-    """Hold a context in which llama.cpp attends, and whose cells may become more."""
+    """Hold a context in which llama.cpp computes attention; another one with more cells can replace
+    it.
+    """
 
     masked_by_llama = True
 
     def __init__(self, model: Model, config: ResolvedConfig) -> None:
-        """Make the hook; the store makes the cells with replace().
+        """Make the hook that changes the graphs; the store makes the llama_context and passes it to
+        replace().
 
         Raises UnsupportedModelError for a squared-ReLU model whose layers are offloaded, and for a
         diffusion model.
@@ -75,7 +78,7 @@ class FlatContext(StoreContext):
         return self._model.new_context(parameters)
 
     def replace(self, handle: Any) -> None:
-        """Use this llama_context from now on, and free the one before."""
+        """Use the llama_context `handle` from now on, and free the one before."""
         self.close()
         self.handle = handle
 
@@ -103,10 +106,11 @@ class FlatStore(Store):
         context: FlatContext,
         budget: Budget | None = None,
     ) -> None:
-        """Give a context so many cells as the budget plus one micro-batch needs.
+        """Give a context as many cells as the budget and one micro-batch need.
 
-        `budget` None takes that of the config. Raises UnsupportedModelError for a model of
-        WITHOUT_HOLES with a budget below the context.
+        `budget` None: that of the config. Raises UnsupportedModelError if the budget is below the
+        context and the architecture of the model is in WITHOUT_HOLES, and BudgetError for a budget
+        that is too small.
         """
         options, geometry = config.options, model.geometry
         if config.profile:
@@ -183,19 +187,21 @@ class FlatStore(Store):
 
     @property
     def drafts(self) -> FlatStore | None:
-        """Return the store itself, unless drafts cannot be undone: layers with sliding windows lose
-        what their first tokens overwrite.
+        """Return the store itself; None with recurrent layers or sliding windows, where wrong
+        drafts cannot be undone: cells of a window lose what they held when a draft overwrites them.
         """
         return None if self._is_recurrent or self._window > 0 else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
-        """Return how many drafts may follow: as many as evict nothing, and move no keys."""
+        """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
+        evict nothing and move no keys.
+        """
         room = min(self._store.budget - self._store.entries, self._config.n_ubatch)
         in_place = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         return max(0, min(in_place, room - 1))
 
     def settle(self, n_right: int) -> None:
-        """Remove the cells of wrong drafts, which nothing else has seen yet."""
+        """Remove the cells of wrong drafts, before any other token attends to them."""
         memory = llama_cpp.llama_get_memory(self.context.handle)
         first = self.facts.rope.seen(self._position + 1 + n_right, self.shift)
         llama_cpp.llama_memory_seq_rm(memory, self.sequence, first, -1)
@@ -264,8 +270,8 @@ class FlatStore(Store):
         """Tell whether layers with sliding windows hold everything that a token at `position` would
         see.
 
-        llama.cpp reuses cells outside a window, and drops all positions below them: what it still
-        holds of such layers begins at llama_memory_seq_pos_min().
+        llama.cpp reuses cells of these layers that are outside of the window. The positions that it
+        still holds begin at llama_memory_seq_pos_min().
         """
         held = self._store.positions
         in_window = held[(held >= position - self._window) & (held < position)]
@@ -280,7 +286,9 @@ class FlatStore(Store):
         return self._store.positions
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:
-        """Show a single row, because every KV head keeps the same."""
+        """Return a cache map with a single row, because every KV head keeps the same positions: see
+        held_shares().
+        """
         return held_shares([self._store.positions], first, per_column, n_columns)
 
     def budgets(self) -> list[tuple[int, ...]]:
@@ -288,7 +296,9 @@ class FlatStore(Store):
         return [(self._store.budget,) * heads for heads in self._heads_per_layer]
 
     def state(self) -> StoreState:
-        """Return positions and llama.cpp's state; the cells are compacted for it."""
+        """Return the state: the positions that are kept, and llama.cpp's state of the sequence,
+        after compacting the cells.
+        """
         state = self._store.save_state()
         positions = self._store.positions.astype("<i4").tobytes()
         return StoreState(
@@ -349,7 +359,7 @@ class FlatStore(Store):
         }
 
     def close(self) -> None:
-        """Do nothing: all of it belongs to the context."""
+        """Do nothing: everything that the store uses belongs to the context."""
 
 
 def _address(context: Any) -> int:

@@ -44,9 +44,10 @@ KeyCentres = list[npt.NDArray[np.float32]]
 def key_centres(config: ResolvedConfig, hook: _core.GraphHook) -> KeyCentres:
     """Return what is subtracted from the keys of the layers, and the units that divide the rest.
 
-    Empty if keys are stored as they are: see ResolvedConfig.centres_keys. That is also so if the
-    model rotates keys in a way that is not known, and in layers that cap their logits, because a
-    centre changes all logits of a query by the same number.
+    The list is empty if all keys are stored as they are: see ResolvedConfig.centres_keys. Keys are
+    also stored as they are if the model rotates keys in an unknown way, and in layers that cap
+    their logits: a centre changes all logits of a query by the same number, which only a softmax
+    without a cap ignores.
     """
     if not config.centres_keys or hook.rope_obstacle:
         return []
@@ -71,8 +72,8 @@ def _centres_of(node: _core.AttentionNode, of: KeyBias | None) -> npt.NDArray[np
 
 
 def digest_of(centres: Sequence[npt.NDArray[np.float32]]) -> str | None:
-    """Return a hash that is equal where keys are stored alike; None if they are stored as
-    they are.
+    """Return a hash of how keys are stored, which is equal for stores that can read the keys of
+    each other; None if keys are stored as they are.
     """
     if not centres:
         return None
@@ -84,7 +85,9 @@ def digest_of(centres: Sequence[npt.NDArray[np.float32]]) -> str | None:
 
 
 class HeadwiseContext(StoreContext):
-    """Hold a context whose attention is ours; llama.cpp's own cells hold only one micro-batch."""
+    """Hold a context whose attention the extension computes; llama.cpp's own cells hold only one
+    micro-batch.
+    """
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class HeadwiseContext(StoreContext):
         self.hook: _core.GraphHook = _core.GraphHook(
             relu2_layers(model, options),
             options.most_threads,
-            # In a pool, tokens of several sequences are read together.
+            # 0 in a pool: a step reads tokens of several sequences, and their number changes.
             few_tokens=0 if options.in_pool else 1 + options.draft_max,
         )
         n_tokens = n_ubatch + self.n_sequences * config.n_drafts
@@ -137,9 +140,11 @@ class HeadwiseContext(StoreContext):
         self.hook.begin_step()
 
     def end_step(self) -> None:
-        """End the micro-batch: free llama.cpp's cells, and check that our op served every layer."""
+        """End the micro-batch: free llama.cpp's cells, and check that attention of every layer was
+        replaced.
+        """
         self.batch.clear()
-        if not self.recurrent:  # Otherwise each store frees those of its own sequence.
+        if not self.recurrent:  # With recurrent layers, each store does this for its sequence.
             self.forget_cells()
         self._unfinished = False
         self.hook.check_step()
@@ -158,7 +163,9 @@ class HeadwiseStore(KvHeadStore):
     learning: ScorePrediction
     _store: _core.HeadwiseStore
     _longest: int | None = None
-    """The most tokens of its text, if the share holds all of it; None: the whole context."""
+    """The most tokens that its text may have, if the share holds all of them; None: the whole
+    context.
+    """
 
     def __init__(
         self,
@@ -247,7 +254,9 @@ class HeadwiseStore(KvHeadStore):
 
     @property
     def drafts(self) -> HeadwiseStore | None:
-        """Return the store itself, unless drafts would change what texts read later show."""
+        """Return the store itself; None with recurrent layers, a policy that reads texts twice, or
+        micro-batches of one token.
+        """
         config = self._config
         none = self._recurrent or config.policy.importance.repeats or config.n_ubatch == 1
         return None if none else self
@@ -255,7 +264,8 @@ class HeadwiseStore(KvHeadStore):
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow a token: only as long as nothing else would change.
 
-        Keys are moved to other positions, and budgets are shared again, before single tokens.
+        Where keys must be moved to other positions, or budgets be shared again, a single token is
+        read first.
         """
         wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         wanted = self.sharing.most_drafts(position, wanted)
@@ -266,7 +276,8 @@ class HeadwiseStore(KvHeadStore):
         self._store.settle_drafts(n_right)
 
     def after(self, n_tokens: int) -> None:
-        """Share the budget again if the policy follows the text.
+        """Bring the store in order after a micro-batch: share the budget again if the policy
+        follows the text.
 
         Raises SessionFileError if a file was changed while the micro-batch read its pages.
         """
@@ -301,7 +312,9 @@ class HeadwiseStore(KvHeadStore):
             self.sharing.forget()
 
     def cache_map(self) -> CacheMapFunction:
-        """Return a function that shows what is held: a row for every KV head of all layers."""
+        """Return a function that shows what is held, with a row for every KV head of all layers:
+        see SessionCache.map().
+        """
         return partial(_core.CacheMap().count, self._store)
 
     def budgets(self) -> list[tuple[int, ...]]:
@@ -344,7 +357,7 @@ class HeadwiseStore(KvHeadStore):
         return self.sharing.plan.page_bytes
 
     def set_aside(self) -> None:
-        """Drop everything, and leave the pages to others of the pool until resize()."""
+        """Drop everything, and leave the pages to other stores of the pool until take_share()."""
         self.truncate(0)
         self._store.give_up_share()
         self.share_pages, self._longest = 0, None
@@ -352,14 +365,16 @@ class HeadwiseStore(KvHeadStore):
             self._recurrent.forget()
 
     def take_place(self, sequence: int) -> None:
-        """Use this number as llama.cpp's number of the sequence."""
+        """Take a place of the pool: `sequence` is llama.cpp's number for the sequence
+        from now on.
+        """
         self.sequence = sequence
         if self._recurrent:
             self._recurrent.sequence = sequence
 
     def checkpoint(self) -> StoreCheckpoint | None:
-        """Share the current pages; None if the store freezes, because frozen entries must be
-        copied.
+        """Return a checkpoint that shares the current pages; None if the store freezes, because
+        frozen entries must be copied.
         """
         if self.cold.settings is not None:
             return None
@@ -368,8 +383,8 @@ class HeadwiseStore(KvHeadStore):
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
         """Replace the content by that of a checkpoint; entries beyond the share are evicted.
 
-        Returns False if the pool has no room for it: then the store is empty. The checkpoint is
-        dropped if it `ends`.
+        `ends`: the checkpoint is dropped. Returns False if the pool has no room for the content;
+        then the store is empty.
         """
         done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
         self.shift = checkpoint.shift if done else 0

@@ -18,9 +18,11 @@ from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
-"""The least entries beyond the floor from which those of a longer text are estimated."""
+"""How many entries beyond the floor a text must have before losses are estimated for the longer
+text that it will become.
+"""
 _STRETCHES = 32
-"""How many stretches a text that has become twice as long has grown by; see _end_of_stretch()."""
+"""How many stretches a text grows by while its length doubles: see _end_of_stretch()."""
 
 
 class HeadwiseBudgets:
@@ -37,21 +39,21 @@ class HeadwiseBudgets:
         online: OnlineBudgets | None,
         cold: ColdSide,
     ) -> None:
-        """Use a store and its cold storage; `online` are budgets that follow the text, None keeps
-        those of the plan.
+        """Set the budgets of a store, beside its cold storage. `online`: budgets that follow the
+        text; None: all budgets are those of the plan.
         """
         self._store = store
         self._config = config
         self._layers = layers
         self._online = online
         self._limited: AttainableBudgets | None = None
-        """The budgets that give no KV head more than it can hold; None if there are others, or
-        none.
+        """The online budgets, if they give no KV head more than it can hold; None for other online
+        budgets, or without any.
         """
         if isinstance(online, AttainableBudgets) and online.attainable:
             self._limited = online
         self._is_whole = False
-        """True if the budgets hold any text that the bytes hold whole."""
+        """True if the current budgets keep every text whole that the pages can keep whole."""
         self._is_limited = False
         """True if a KV head would get more if it could hold more, or if the text were longer."""
         self._cold = cold
@@ -59,17 +61,19 @@ class HeadwiseBudgets:
         self._end = 0
         self._least_sure: int | None = None
         self._of_policy: HeadwisePlan | None = None
-        """The plan for texts that the bytes cannot hold whole; None in a pool."""
+        """The plan of the policy, for texts that the budget cannot hold whole; None in a pool."""
         self._whole_texts: WholeTexts | None = None
-        """The texts that they can hold whole; None if the plan is the same for them, and
-        in a pool.
+        """The texts that the budget can hold whole; None if one plan serves all texts, and in a
+        pool.
         """
         self._of_whole_texts: HeadwisePlan | None = None
-        """The plan for these texts."""
+        """The plan for the texts that the budget can hold whole; None if there is no other one."""
         self._expected = 0
         self._keeps_everything = False
         self.whole_entries = 0
-        """The length that a text may reach before the current plan evicts; n_ctx: never."""
+        """The length in tokens that a text may reach before the current budgets evict; n_ctx: they
+        never do.
+        """
         if online and online.tracks_entropies:
             store.track_entropy(True)
 
@@ -82,7 +86,9 @@ class HeadwiseBudgets:
         self.follow(self._fitting(plan))
 
     def expect(self, n_tokens: int) -> None:
-        """Keep a text of n_tokens whole if the bytes hold it, or else follow the policy."""
+        """Choose the plan for a text of n_tokens: keep it whole if the budget can hold it, or else
+        follow the policy.
+        """
         self._expected, self._end = n_tokens, min(self._end, n_tokens)
         plan = self._fitting(self._of_policy) if self._of_policy else self.plan
         if plan is not self.plan:
@@ -90,9 +96,8 @@ class HeadwiseBudgets:
 
     @contextmanager
     def expecting(self, n_tokens: int) -> Iterator[None]:
-        """Choose the budgets for a text of n_tokens that the `with` block puts in place of the
-        current one. If the block raises, the plan and the expected length are again those of
-        before.
+        """Choose the plan for a text of n_tokens, by which the `with` block replaces the current
+        one. If the block raises, the former plan and expected length are restored.
         """
         before = self._expected, self.plan
         self._expected, self._end = n_tokens, min(self._end, n_tokens)
@@ -107,7 +112,9 @@ class HeadwiseBudgets:
 
     @property
     def longest_whole(self) -> int:
-        """Return the longest text that is kept whole if it is expected; 0: follow the plan."""
+        """Return the length of the longest text that is kept whole if expect() has announced it; 0:
+        the plan is the same for all texts.
+        """
         return self._whole_texts.longest if self._whole_texts else 0
 
     def _fitting(self, of_policy: HeadwisePlan) -> HeadwisePlan:
@@ -128,14 +135,16 @@ class HeadwiseBudgets:
             self._online.expect(plan)
 
     def await_share(self, plan: HeadwisePlan, budget: Budget) -> None:
-        """Follow a plan until a pool that `budget` belongs to gives this store its share of it;
-        `plan` is what the budget means for one text.
+        """Follow a plan until the pool gives this store a share. `budget`: the budget of the pool;
+        `plan`: what that means if one text has all of it.
         """
         self.plan = plan
         self._least_sure = self._sure_in_company(budget)
 
     def shares(self) -> list[int]:
-        """Return the budgets of the plan, or those that follow the text."""
+        """Return the budget of every KV head in entries, layer by layer: those that follow the
+        text, or else those of the plan.
+        """
         plan = self.plan
         of_plan = [entries for layer in plan.budgets for entries in layer]
         if self._online is None or plan.holds_all:
@@ -147,7 +156,9 @@ class HeadwiseBudgets:
         return self._online.budgets(plan) or of_plan
 
     def _attainable(self, plan: HeadwisePlan) -> tuple[int, ...]:
-        """Return the most entries of every KV head before the next share, at least the floor."""
+        """Return how many entries every KV head can hold at most before budgets are shared again,
+        at least the floor.
+        """
         most = self._limited.most if self._limited else []
         if not any(most):
             return plan.limits
@@ -173,18 +184,21 @@ class HeadwiseBudgets:
             )
 
     def share_again(self) -> None:
-        """Share the budget by what the text has shown; cold storage tells its errors later.
+        """Share the budget by what the text has shown; check() of cold storage raises its errors
+        later.
 
-        Where shares are limited to what KV heads can hold, the next micro-batch begins with that.
+        Where budgets are limited to what KV heads can hold, nothing is done here: the next
+        micro-batch begins with sharing.
         """
         if self._limited is None:
             with self._cold.growing_later():
                 self.share()
 
     def _share_before(self, position: int, n_tokens: int) -> None:
-        """Share before n_tokens are read, if they outgrow the bytes and anything would change.
+        """Share the budget before n_tokens are read, if the budget cannot hold the text with them
+        and its division would change.
 
-        Where tokens come one by one, this serves all that are before the end of their stretch.
+        Where tokens come one by one, sharing once serves all tokens up to the end of their stretch.
         """
         limited, plan = self._limited, self.plan
         if limited is None or plan.holds_all or self._keeps_everything:
@@ -206,7 +220,7 @@ class HeadwiseBudgets:
         """Return how many of the wanted drafts may follow the token at `position`, so that none of
         them begins with other budgets than the token.
         """
-        if self.longest_whole > position:  # The plan changes behind it.
+        if self.longest_whole > position:  # The plan changes after that length.
             wanted = min(wanted, self.longest_whole - position - 1)
         if self._limited is None or self.plan.holds_all:
             return wanted
@@ -227,8 +241,8 @@ class HeadwiseBudgets:
         self._set([n_ctx] * len(self.plan.limits), pages)
 
     def limit_layer(self, layer: int, recent_window: int) -> None:
-        """Drop the entries of a layer's KV heads except sinks and newest ones; other layers keep
-        everything.
+        """Drop all entries of the KV heads of a layer, except sinks and the newest `recent_window`;
+        other layers keep everything.
         """
         n_sinks = self.plan.protection.n_sinks
         budgets = [
@@ -248,7 +262,8 @@ class HeadwiseBudgets:
         self.whole_entries = min(short, default=self.plan.longest)
 
     def prepare(self, n_tokens: int, position: int, n_echo: int) -> None:
-        """Begin a micro-batch of `n_tokens` of text and `n_echo` of an echo.
+        """Prepare the budgets for a micro-batch of `n_tokens` tokens of text, the first at
+        `position`, and `n_echo` tokens of an echo.
 
         With 0 tokens of text, the echo repeats text that was read before.
         """
@@ -268,9 +283,8 @@ class HeadwiseBudgets:
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many of the next `n_tokens`, from `position` on, to read at once.
 
-        If budgets follow the losses of the text and all of it is still held, these are the tokens
-        that the bytes hold whole. Then the budget is shared by their losses before anything is
-        evicted.
+        If budgets follow the losses of the text, only the tokens are read that the budget can hold
+        besides the text so far. Then it is shared by their losses before anything is evicted.
         """
         room = self.whole_entries - position
         if self._config.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
@@ -278,7 +292,8 @@ class HeadwiseBudgets:
         return n_tokens
 
     def _growth(self) -> float:
-        """Return by what factor the text will grow, beyond the floor, once all of it is read.
+        """Return the factor by which the part of the text beyond the floor will grow until all
+        expected tokens are read.
 
         In a pool it is 1, because the content of a checkpoint must not depend on later text.
         """
@@ -287,7 +302,9 @@ class HeadwiseBudgets:
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
-        """Record what the micro-batch has shown; returns whether to share the budget at once."""
+        """Record what the micro-batch of `n_tokens` of text has shown; returns whether the budget
+        should be shared again at once.
+        """
         if self._online is None:
             return False
         if n_tokens == 0:
@@ -323,7 +340,9 @@ class HeadwiseBudgets:
         return self._config.n_ctx if plan.mean_entries >= self._config.n_ctx else plan.floor_entries
 
     def _sure_in_company(self, budget: Budget) -> int:
-        """Return sure_entries for the smallest share that a sequence may get."""
+        """Return sure_entries for the smallest share of a pool with this budget that a sequence may
+        get.
+        """
         try:
             least = self._config.equal_share(budget, self._layers)
             if self._config.policy.rule.by_losses and not least.holds_all:
@@ -348,8 +367,8 @@ def _end_of_stretch(position: int) -> int:
 
 
 def _all_of(plan: HeadwisePlan, longest: int, layers: Sequence[_core.LayerShape]) -> HeadwisePlan:
-    """Return the plan for texts of up to `longest` tokens, for whose entries the pages are
-    enough.
+    """Return the plan that keeps texts of up to `longest` tokens whole; the pages of `plan` must be
+    enough for that.
     """
     budgets = tuple(by_layer([min(limit, longest) for limit in plan.limits], layers))
     return replace(plan, budgets=budgets, mean_entries=longest, longest=longest)

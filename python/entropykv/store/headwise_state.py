@@ -29,14 +29,14 @@ LOST = (
     "the file of a saved session or document was changed while its entries were in use, so that "
     "they are lost; load it again, and replace such files instead of writing to them"
 )
-"""The reason if pages of a mapped file are lost."""
+"""The message of the error for entries that are lost with a mapped file."""
 
 
 class HeadwiseState:
     """Save and load a store: one section for every KV head, layer by layer.
 
-    After them come the measurements of budgets that follow the text, and the state of recurrent
-    layers, if there are any.
+    Further sections follow: the measurements of budgets that follow the text, and the state of
+    recurrent layers, if the store has them.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class HeadwiseState:
         online: OnlineBudgets | None,
         recurrent: RecurrentState | None,
     ) -> None:
-        """Use the parts of the store whose state this is."""
+        """Use the parts of a store whose state is saved and loaded. `online`: budgets that follow
+        the text, None if there are none; `recurrent`: the state of recurrent layers, None without
+        such layers.
+        """
         self._store = store
         self._layers = layers
         self._n_kv_heads = sum(shape.n_head_kv for shape in layers)
@@ -58,8 +61,10 @@ class HeadwiseState:
         self._recurrent = recurrent
 
     def save(self, whole_from: int) -> StoreState:
-        """Return the sections; those of the KV heads are made when they are read, and are padded
-        so that a file of them can be mapped. `whole_from` is that of the StoreState.
+        """Return the state of the store, with `whole_from` (see StoreState).
+
+        The sections of the KV heads are made when they are read, and are padded so that a file of
+        them can be mapped.
         """
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
@@ -82,7 +87,9 @@ class HeadwiseState:
         )
 
     def checkpoint(self, shift: int, whole_from: int) -> StoreCheckpoint:
-        """Share the current pages; the store must not freeze."""
+        """Return a checkpoint that shares the store's pages. `shift`, `whole_from`: see
+        StoreCheckpoint. The store must be one that never freezes entries.
+        """
         core = self._store.checkpoint()
         seen = None if self._online is None else self._online.state()
         recurrent = b"" if self._recurrent is None else self._recurrent.save()
@@ -92,10 +99,11 @@ class HeadwiseState:
     def go_on_from(
         self, checkpoint: StoreCheckpoint, share: Callable[[], None], *, ends: bool
     ) -> bool:
-        """Replace the content by a checkpoint, and drop it if it `ends`; `share` sets the budgets.
+        """Replace the content of the store by that of a checkpoint; `share` sets the budgets for
+        it. `ends`: the checkpoint is dropped.
 
-        Returns False if the pool has no room for the copies that this needs; then the store is
-        empty.
+        Returns False if the pool has no room for the copies of pages that this needs; then the
+        store is empty.
         """
         if self._recurrent is not None:
             self._recurrent.replace(checkpoint.recurrent)
@@ -106,7 +114,7 @@ class HeadwiseState:
         return self._store.fork_from(checkpoint.core, ends)
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
-        """Return the sections that save() would have made at the time of a checkpoint."""
+        """Return the state that save() would have returned when a checkpoint was made."""
         core, store = checkpoint.core, self._store
         entries = [
             [store.checkpoint_count(core, layer, head) for head in range(shape.n_head_kv)]
@@ -200,7 +208,9 @@ class HeadwiseState:
 
     @contextmanager
     def _seen_as_in(self, sections: Sequence[Section]) -> Iterator[None]:
-        """Load the state of recurrent layers and online budgets; undoes it on an error."""
+        """Load the states of recurrent layers and online budgets before the `with` block, and
+        restore the former ones if the block raises.
+        """
         state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
         seen = self._online.state() if self._online else None
         if self._online:

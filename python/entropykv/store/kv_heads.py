@@ -1,5 +1,5 @@
-"""Do what the stores that keep entries per KV head have in common, wherever those entries are:
-examine the model's graph, predict scores, and keep a sequence.
+"""Define what stores with entries per KV head have in common, on the CPU and on devices: the
+model's graph is examined, scores are predicted, and one sequence is kept.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from entropykv.store.protocol import Pooled, Store, StoreFacts
 
 
 def refuse_by_kind(model: Model, store: str = "headwise") -> None:
-    """Raise UnsupportedModelError for a kind of model that cannot be recognised by the graph."""
+    """Raise UnsupportedModelError for kinds of models that the store cannot serve and that cannot
+    be recognised by the graph. `store`: the name of the store, for the message.
+    """
     refuse_diffusion(model)
     kinds = {
         "it has only recurrent layers": llama_cpp.llama_model_is_recurrent(model.handle),
@@ -51,7 +53,7 @@ def hooked_context(
     *,
     on_devices: bool = False,
 ) -> Any:
-    """Make a context with cells for one micro-batch; the hook changes its graphs.
+    """Make a llama_context with cells for one micro-batch, whose graphs the hook changes.
 
     `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch`
     tokens of one sequence, and one token of each other one.
@@ -76,7 +78,8 @@ def probed_layers(
     context: Any,
     store: str = "headwise",
 ) -> list[_core.LayerShape]:
-    """Decode one token and examine the graph; returns the shapes of the attention layers.
+    """Decode one token, during which the hook examines the graph; returns the shapes of the
+    attention layers.
 
     Raises UnsupportedModelError if the graph has something that the store does not support.
     """
@@ -118,7 +121,7 @@ def unsupported(model: Model, why: str, store: str) -> UnsupportedModelError:
 
 
 def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
-    """Return what predicts the scores of new entries; None if the policy predicts nothing, or if
+    """Return the predictor of the scores of new entries; None if the policy predicts nothing, or if
     no predictor is known.
     """
     predictor = config.predictor
@@ -128,7 +131,9 @@ def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
 
 
 def check_features(predictor: ScorePredictor, n_features: Sequence[int]) -> None:
-    """Raise ProfileError unless a predictor is for entries with so many features in each layer."""
+    """Raise ProfileError unless a predictor is for entries with `n_features` features, one number
+    for each layer.
+    """
     known = [of_layer.shape[1] for of_layer in predictor.weights]
     if known != list(n_features):
         raise ProfileError(
@@ -146,7 +151,9 @@ def fits_nodes(predictor: ScorePredictor, hook: _core.GraphHook) -> bool:
 
 
 class ScorePrediction:
-    """Hold the predictor of a store, and of all stores that share its pool."""
+    """Predict the scores of entries, and collect lessons, for a store and all stores that share its
+    pool.
+    """
 
     def __init__(self, store: _core.HeadwiseStore, layers: Sequence[_core.LayerShape]) -> None:
         """Serve a store of these attention layers."""
@@ -156,7 +163,9 @@ class ScorePrediction:
 
     @property
     def n_features(self) -> list[int]:
-        """Return how many features an entry of each layer has: _core.pyi says which."""
+        """Return how many features an entry of each layer has: see
+        HeadwiseStore.predictor_features() in _core.pyi.
+        """
         return [self._store.predictor_features(layer) for layer in self._layers]
 
     def fits(self, predictor: ScorePredictor) -> bool:
@@ -165,9 +174,9 @@ class ScorePrediction:
         return [of_layer.shape for of_layer in predictor.weights] == list(expected)
 
     def adopt(self, predictor: ScorePredictor) -> None:
-        """Predict scores of new entries with a profile's predictor.
+        """Predict scores of new entries with a predictor, of a profile or learnt.
 
-        Raises ProfileError if it belongs to entries with other features.
+        Raises ProfileError if the predictor is for entries with other features.
         """
         check_features(predictor, self.n_features)
         self.set_predictor(predictor.weights)
@@ -182,15 +191,16 @@ class ScorePrediction:
             self._store.set_predictor(layer, of_layer)
 
     def collect_lessons(self, on: bool) -> None:
-        """From the next micro-batch on, sum up how much attention echoes give to the entries of
-        their text.
+        """Start to collect lessons in the next micro-batch, or stop: sums of how much attention an
+        echo gives to the entries of its text.
 
         All stores of a pool share the sums. Raises ValueError for measures without predictions.
         """
         self._store.collect_lessons(on)
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add sums for text at positions `begin` to `end` that was read before an echo repeated it.
+        """Add the lessons of text at positions from `begin` to before `end`, which an echo has
+        repeated after it was read.
 
         `shift`: that of the store. Raises ValueError if lessons are not collected.
         """
@@ -199,22 +209,22 @@ class ScorePrediction:
     def predict_held(self, n_tokens: int, shift: int) -> None:
         """Predict the scores of all entries that are held, for a text of n_tokens.
 
-        These are entries that were read before there was a predictor; larger scores of an echo are
-        kept. `shift`: that of the store.
+        This is for entries that were read before there was a predictor; larger scores that an echo
+        has given stay. `shift`: that of the store.
         """
         self._store.predict_stored(n_tokens, shift)
 
     def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-        """Yield for every layer the number of entries, and their sums of products.
+        """Yield for every layer how many entries gave lessons, and their sums of products,
+        (n_head_kv, n_features + 1, n_features + 1): see HeadwiseStore.lessons() in _core.pyi.
 
         Layers are yielded one by one, because all layers of a large model take hundreds of MiB.
-        Sums are (n_head_kv, n_features + 1, n_features + 1): see _core.pyi. Raises ValueError if
-        none were collected.
+        Raises ValueError if no lessons were collected.
         """
         return (self._store.lessons(layer) for layer in self._layers)
 
     def clear_lessons(self) -> None:
-        """Reset the sums, and free their memory if they are no longer collected."""
+        """Set all lessons to zero, and free their memory if they are no longer collected."""
         self._store.clear_lessons()
 
 
@@ -229,7 +239,9 @@ class KvHeadStore(Store, Pooled):
     _rebases = 0
 
     def _facts(self, model: Model, rope_obstacle: str, **others: Any) -> StoreFacts:
-        """Return facts about the layers, and the `others`."""
+        """Return the facts of a store with these layers; `others`: fields of StoreFacts that differ
+        among stores.
+        """
         limit = self._hook.rope_limit or model.geometry.n_ctx_train
         return StoreFacts(
             n_kv_heads=sum(shape.n_head_kv for shape in self.layers),
@@ -240,9 +252,10 @@ class KvHeadStore(Store, Pooled):
         )
 
     def _seen_position(self, position: int, n_tokens: int) -> int:
-        """Return where RoPE sees a position from which n_tokens are read.
+        """Return the position at which RoPE sees `position`, from which n_tokens will be read.
 
-        If they do not fit there, all keys are moved first.
+        If the positions of these tokens would exceed those that RoPE may see, all keys are moved
+        first.
         """
         rope = self.facts.rope
         shift = rope.shift_for(self.shift, position, n_tokens)
@@ -266,8 +279,8 @@ class KvHeadStore(Store, Pooled):
             self.shift = 0
 
     def can_return_to(self, position: int) -> bool:
-        """Tell whether windows hold everything that they held at that time; recurrent states never
-        do.
+        """Tell whether sliding windows hold everything that they held when the text ended at
+        `position`; always False with recurrent layers.
         """
         return self.rollback.leads_to(position)
 
@@ -276,7 +289,9 @@ class KvHeadStore(Store, Pooled):
         return self._store.positions(layer, kv_head)
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
-        """Return the importance of the entries of entries(); None if queries do not add to it."""
+        """Return the importance of the entries of entries(), float32, (n,); None if the measure
+        does not add up shares of attention.
+        """
         if not self._config.policy.importance.adds_up:
             return None
         return self._store.importance(layer, kv_head)

@@ -43,7 +43,7 @@ class PoolFigures(Protocol):
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes outside the budget that entries of a micro-batch take."""
+        """Return the bytes that entries of a micro-batch take outside the budget."""
 
     @property
     def scratch_bytes(self) -> int:
@@ -69,27 +69,31 @@ class StoreContext(ABC):
     handle: Any = None
     """The llama_context; None before it is made, and after close()."""
     hook: _core.GraphHook | _core.WeightHook
-    """Changes the context's graphs, and can time their nodes."""
+    """The hook that changes the graphs of the context, and can time their nodes."""
     layers: Sequence[_core.LayerShape] = ()
-    """The model's attention layers, where the graph was probed for them."""
+    """The shapes of the model's attention layers, if the graph was probed for them; empty on the
+    flat store.
+    """
     recurrent: bool = False
-    """True if its stores save, besides their entries, a state that llama.cpp has of each sequence,
-    and that cannot be rolled back.
+    """True if the model has recurrent layers. Then stores also save the state that llama.cpp has of
+    each sequence, which cannot be rolled back.
     """
     reads_together: bool = True
-    """False where a step reads either single tokens of sequences, or a piece of a prompt."""
+    """False if a step can read single tokens of several sequences, or a piece of one prompt, but
+    not both together.
+    """
     least_patience: float = 0.0
-    """How many seconds a step waits at least for the next tokens of the sessions in the last one;
-    more where a step without some of them costs more than waiting.
+    """How many seconds a step waits at least for the next tokens of the sessions of the last step;
+    more than 0 where a step without some of them costs more than waiting.
     """
     masked_by_llama: bool = False
-    """True where llama.cpp's own attention says which tokens see each other."""
+    """True if llama.cpp's own attention decides which tokens see each other."""
     let_help: Callable[[int], None] | None = None
     """Lets so many threads help with products: see GraphHook.help(). None where numbers depend on
     how many threads attend.
     """
     only_embeds: bool = False
-    """True where devices compute all but the embeddings of tokens."""
+    """True if devices compute everything but the embeddings of tokens."""
     pages: _core.SequencePool | None = None
     """The pages that its stores share; None if they share none."""
     places: Places | None = None
@@ -97,8 +101,8 @@ class StoreContext(ABC):
 
     @property
     def on_host(self) -> str | None:
-        """Return which layers attend in main memory although they are on a device, and why; None if
-        none does.
+        """Return a sentence that says for which layers on a device attention is computed in main
+        memory, and why; None if there are none.
         """
         return None
 
@@ -109,7 +113,7 @@ class StoreContext(ABC):
 
     def begin_step(self) -> None:
         """Begin a micro-batch, before the stores of all its sequences make room for it."""
-        return  # A context of a single store may leave this to its store.
+        return  # The store of the context may do this instead, if there is only one.
 
     @abstractmethod
     def end_step(self) -> None:
@@ -128,7 +132,9 @@ class StoreContext(ABC):
 Logits = npt.NDArray[np.float32]
 Shares = npt.NDArray[np.uint8]
 CacheMapFunction = Callable[[int, int, int], tuple[Shares, Shares, Shares]]
-"""Shows what a store holds when it is called: see SessionCache.map() for its arguments."""
+"""A function that shows what a store holds when it is called: see SessionCache.map() for its
+arguments and result.
+"""
 
 
 @dataclass(frozen=True)
@@ -142,9 +148,9 @@ class StoreFacts:
     rope: RopeRange
     """The positions that RoPE may see."""
     rope_obstacle: str = ""
-    """Why the session cannot continue beyond those positions; empty if it can."""
+    """Why the session cannot continue beyond the positions of `rope`; empty if it can."""
     file_format: str = ""
-    """Whose saved states it reads and writes, by the name of a store; empty: its own."""
+    """The name of the store whose format its saved states have; empty: its own name."""
     key_centres: str | None = None
     """A hash of how keys are stored: see store/headwise.py; None: as they are."""
     saves_cells: bool = False
@@ -155,24 +161,26 @@ class TokensToRead(NamedTuple):
     """Say what one sequence reads in a micro-batch."""
 
     n_tokens: int
-    """The tokens of its text, with drafts; it may be 0 if there is an echo."""
+    """How many tokens of its text are read, with drafts; 0 if there is only an echo."""
     position: int
     """The position of the first of these tokens in the text."""
     n_echo: int = 0
-    """How many more tokens follow, of which nothing is kept."""
+    """How many tokens of an echo follow, of which nothing is kept."""
     n_drafts: int = 0
-    """How many of the tokens, the last ones, are drafts; DraftReader.settle() follows."""
+    """How many of the `n_tokens`, the last ones, are drafts; DraftReader.settle() must follow."""
     embedded: Embedded | None = None
     """Embeddings that are read instead of tokens."""
     recalls: bool = True
-    """Whether several tokens may recall frozen entries."""
+    """Whether frozen entries may be recalled if several tokens are read; for a single token, this
+    happens at intervals.
+    """
 
 
 class Reach(NamedTuple):
     """Say how much of a text a store's budget holds, in tokens."""
 
     whole: int
-    """The longest text whose budgets evict nothing; n_ctx: they never do."""
+    """The length of the longest text from which nothing is evicted; n_ctx: nothing ever is."""
     sure: int
     """How many of the newest tokens every KV head certainly keeps; n_ctx if nothing is evicted."""
     recent_window: int
@@ -185,7 +193,7 @@ class DraftReader(Protocol):
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow the next token, at `position`, at most `wanted`.
 
-        0 where what wrong drafts change could not be undone.
+        It returns 0 where the changes by wrong drafts could not be undone.
         """
 
     def settle(self, n_right: int) -> None:
@@ -201,12 +209,12 @@ class TextBudgets(Protocol):
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many of the next tokens to read at once, from `position` on.
 
-        It is fewer than `n_tokens` if budgets should follow what the text has shown before entries
-        are evicted.
+        Fewer than `n_tokens` are read if budgets should be set by what the text has shown before
+        entries are evicted.
         """
 
     def share_again(self) -> None:
-        """Share the budget by what echoes have shown of text that was read before."""
+        """Share the budget by what echoes have shown about text that was read before."""
 
     def loss_curve(self) -> LossCurve | None:
         """Return what the text loses with fewer pages, if that was measured."""
@@ -216,10 +224,14 @@ class Thawable(Protocol):
     """Keep evicted entries in cold storage, from which they can return."""
 
     def check(self) -> None:
-        """Raise FreezeError for an error that did not affect the reading of a micro-batch."""
+        """Raise FreezeError if cold storage has failed since the last call; all frozen entries are
+        lost then.
+        """
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore frozen entries, see SessionCache.thaw(); returns how many."""
+        """Restore frozen entries as SessionCache.thaw() does, in a text of `position` tokens;
+        returns how many of all KV heads.
+        """
 
 
 class Learning(Protocol):
@@ -232,46 +244,58 @@ class Learning(Protocol):
         """Predict scores of new entries; raises ProfileError if the predictor does not fit."""
 
     def collect_lessons(self, on: bool) -> None:
-        """From the next micro-batch on, sum up how much attention echoes give to their text."""
+        """Start to collect lessons in the next micro-batch, or stop: sums of how much attention an
+        echo gives to the entries of its text.
+        """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add sums for text at positions `begin` to `end`, which an echo has repeated."""
+        """Add the lessons of text at positions from `begin` to before `end`, which an echo has
+        repeated after it was read; `shift`: that of the store.
+        """
 
     def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:
-        """Yield for every layer the number of entries, and their sums of products."""
+        """Yield for every layer how many entries gave lessons, and their sums of products: see
+        HeadwiseStore.lessons() in _core.pyi.
+        """
 
     def clear_lessons(self) -> None:
-        """Reset the sums, and free their memory if they are no longer collected."""
+        """Set all lessons to zero, and free their memory if they are no longer collected."""
 
     def predict_held(self, n_tokens: int, shift: int) -> None:
-        """Predict the scores of all entries that are held, for a text of n_tokens."""
+        """Predict the scores of all entries that are held of a text of n_tokens; `shift`: that of
+        the store.
+        """
 
 
 class Pooled(ABC):
-    """Be one of several stores that share a context and a budget.
+    """Define what a store does that shares a context and a budget with others.
 
-    Stores that keep nothing in the pool while their sequences are swapped out need nothing but the
-    default bodies.
+    The default methods are for stores that leave nothing in the pool while their sequences are
+    swapped out.
     """
 
     rollback: RollbackRange
     """To which positions the sequence can be rolled back."""
     copies_checkpoints: bool = False
-    """True if a checkpoint is a copy of the state outside the pool, whose pages are not shared."""
+    """True if a checkpoint is a copy of the state outside the pool, because pages cannot
+    be shared.
+    """
     share_pages: int = 0
     """The most pages of the pool that the store may hold."""
 
     @abstractmethod
     def take_place(self, sequence: int) -> None:
-        """Use this number as llama.cpp's number of the sequence, which reads from now on."""
+        """Take a place in the pool: `sequence` is llama.cpp's number for the sequence, which reads
+        from now on.
+        """
 
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most so many pages, and evict the rest.
+        """Hold at most this many pages of the pool, and evict what exceeds them.
 
-        `longest`: the most tokens of its text, if the share holds all of it; None: the whole
-        context.
+        `longest`: the most tokens that the text may have, if the share holds all of them; None: the
+        whole context.
         """
-        raise NotImplementedError  # Places of equal size have no pages to share.
+        raise NotImplementedError  # Stores with places of equal size share no pages.
 
     @abstractmethod
     def set_aside(self) -> None:
@@ -289,14 +313,20 @@ class Pooled(ABC):
 
     @abstractmethod
     def set_evicted(self, n: int) -> None:
-        """Set how many entries were evicted so far, because the text is that of another store."""
+        """Set how many entries were evicted so far; called when the store takes over the text of
+        another one.
+        """
 
     def checkpoint(self) -> StoreCheckpoint | None:
-        """Share the current pages; None if the state must be copied instead."""
+        """Return a checkpoint that shares the current pages; None if the state must be copied
+        instead.
+        """
         return None
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:  # noqa: ARG002
-        """Replace the content by that of a checkpoint; returns False if there is no room."""
+        """Replace the content by that of a checkpoint, which is dropped if it `ends`; returns False
+        if there is no room.
+        """
         return False
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
@@ -310,43 +340,54 @@ class Store(ABC):
     name: str
     facts: StoreFacts
     context: StoreContext
-    """What decodes the sequence, for this store alone or for several."""
+    """The context that decodes the sequence, of this store alone or of several."""
     sequence: int = SEQUENCE
     """llama.cpp's number of the sequence."""
     shift: int
-    """How far positions of the text are ahead of those that RoPE sees; loading sets it."""
+    """How far positions of the text are ahead of those that RoPE sees. The store changes it when
+    keys are moved, and loading sets it.
+    """
 
     sharing: TextBudgets | None = None
-    """The part that shares the budget by what the text shows; None: all texts get the same."""
+    """The part that sets budgets by what the text shows; None: budgets do not depend on
+    the text.
+    """
     freezing: Thawable | None = None
-    """The part that keeps what was evicted; None: it is dropped for good."""
+    """The part that keeps evicted entries in cold storage; None: they are dropped for good."""
     learning: Learning | None = None
-    """The part that predicts the scores of entries; None: the store cannot."""
+    """The part that predicts the scores of entries and collects lessons; None: the store learns no
+    predictor.
+    """
 
     @property
     def drafts(self) -> DraftReader | None:
-        """Return what reads guessed tokens; None if wrong ones could not be undone."""
+        """Return the part that reads guessed tokens; None if wrong ones could not be undone."""
         return None
 
     @property
     def pooled(self) -> Pooled | None:
-        """Return the store as one of several that share a pool; None if it cannot."""
+        """Return the store by its interface for pools; None if it cannot share a pool."""
         return None
 
     @abstractmethod
     def before(self, reading: TokensToRead) -> None:
         """Make room for a micro-batch, within the positions that RoPE may see.
 
-        Raises UnsupportedModelError if the store cannot read embeddings such as those.
+        Raises UnsupportedModelError if the store cannot read embeddings of this kind, FreezeError
+        if cold storage is full or was changed, SessionFileError if a mapped file was changed.
         """
 
     @abstractmethod
     def after(self, n_tokens: int) -> None:
-        """Bring the store in order after llama_decode, of which n_tokens are kept as text."""
+        """Bring the store in order after llama_decode, of whose tokens the first n_tokens are kept
+        as text.
+        """
 
     @abstractmethod
     def resize(self, budget: Budget) -> None:
-        """Apply a new budget: a larger one takes effect at once, a smaller one evicts."""
+        """Apply a new budget: a larger one takes effect at once, a smaller one evicts. Raises
+        BudgetError for one that is too small or does not fit into memory.
+        """
 
     @abstractmethod
     def reach(self) -> Reach:
@@ -363,7 +404,8 @@ class Store(ABC):
     def can_return_to(self, position: int) -> bool:  # noqa: ARG002
         """Tell whether truncate() to an earlier position leaves the entries of that time.
 
-        Evictions since then are not considered, nor is position 0, at which nothing was held.
+        Only windows and recurrent layers are considered: not evictions since then, and not position
+        0, to which every store can be truncated.
         """
         return True
 
@@ -372,7 +414,9 @@ class Store(ABC):
         """Return the positions that a KV head keeps, ascending."""
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:  # noqa: ARG002
-        """Return the importance of the entries of entries(); None if it is not attention."""
+        """Return the importance of the entries of entries(), float32, (n,); None if the policy or
+        the store does not measure attention.
+        """
         return None
 
     @abstractmethod
@@ -404,7 +448,9 @@ class Store(ABC):
 
     @abstractmethod
     def state(self) -> StoreState:
-        """Return everything that decoding depends on; valid until the next change."""
+        """Return everything that decoding depends on; its sections can be read until the store
+        changes.
+        """
 
     @abstractmethod
     def check_state(self, state: SavedState) -> None:
@@ -427,7 +473,7 @@ def held_shares(
 ) -> tuple[Shares, Shares, Shares]:
     """Return a cache map of kept positions, (rows, n_columns): see CacheMapFunction.
 
-    Nothing of it is frozen or restored.
+    Shows no entry as frozen or restored.
     """
     counts = []
     for positions in rows:

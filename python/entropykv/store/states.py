@@ -52,20 +52,24 @@ class SavedState:
     whole_from: int
     """The position from which on layers with a window hold everything that they see."""
     file: _core.MappedFile | None = None
-    """The file that the sections are mapped from; None if they are in memory of their own."""
+    """The mapped file that the sections are memory of; None if they have memory of their own."""
 
 
 class DamagedState(Exception):  # noqa: N818  (it is caught where the file's name is known)
-    """Raised for a saved state that no store has written; the text names the impossible value."""
+    """Raised for a saved state that no store can have written; its message names what is
+    impossible.
+    """
 
 
 class StateDoesNotFit(Exception):  # noqa: N818
-    """Raised for a valid state that this store cannot load; the text says what to do."""
+    """Raised for a valid state that the store cannot load; its message says what to do."""
 
 
 @dataclass(frozen=True)
 class StoreCheckpoint:
-    """Hold shared pages of a headwise store, and the other state that decoding needs."""
+    """Hold a checkpoint of a headwise store: pages that it shares with the store, and the other
+    state that decoding needs.
+    """
 
     core: _core.Checkpoint
     shift: int
@@ -87,7 +91,9 @@ class StoreCheckpoint:
 
     @property
     def is_lost(self) -> bool:
-        """Tell whether pages are lost, because someone has changed the file that has them."""
+        """Tell whether entries are lost, because someone has changed the file that their pages are
+        mapped from.
+        """
         return self.core.is_lost
 
     def drop(self) -> None:
@@ -104,7 +110,9 @@ class RollbackRange:
         core: _core.HeadwiseStore | _core.DeviceStore,
         recurrent: RecurrentState | None,
     ) -> None:
-        """Start with an empty store; `recurrent`: states can never be rolled back."""
+        """Start with an empty store. `recurrent`: the state of recurrent layers, which can never be
+        rolled back; None without such layers.
+        """
         self._model = model
         self._core = core
         self._recurrent = recurrent
@@ -112,11 +120,15 @@ class RollbackRange:
 
     @property
     def whole_from(self) -> int:
-        """Return the first position whose window is complete."""
+        """Return the first position from which on windows are complete, so that the store can be
+        rolled back to it.
+        """
         return max(self._loaded, self._core.windows_whole_from)
 
     def begin_from(self, whole_from: int) -> None:
-        """Record the range of what was loaded, or will be."""
+        """Record from which position on the windows of a loaded text are complete; also before it
+        is loaded.
+        """
         self._loaded = whole_from
 
     def leads_to(self, position: int) -> bool:
@@ -126,7 +138,9 @@ class RollbackRange:
         return self._recurrent is None and position >= self.whole_from
 
     def check(self, position: int) -> None:
-        """Raise ContextError if it does not, unless the whole text is dropped."""
+        """Raise ContextError if the store cannot be rolled back to a position: see leads_to().
+        Position 0 is always possible.
+        """
         if position == 0:
             return
         if self._recurrent is not None:

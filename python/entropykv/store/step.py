@@ -31,28 +31,36 @@ class Part:
     n_rows: int
     """For how many of the last tokens logits are computed."""
     echo: Sequence[int] = ()
-    """Tokens that follow, of which nothing is kept: their queries score the entries."""
+    """The tokens of an echo that follow, whose queries score the entries, and of which nothing is
+    kept.
+    """
     embedded: Embedded | None = None
     """Embeddings that are read instead of tokens, without an echo."""
     lag: int = 0
     """By how much RoPE's position is less than the text position, because of earlier images."""
     recalls: bool = True
-    """Whether frozen entries may be recalled for several tokens."""
+    """Whether frozen entries may be recalled if several tokens are read; for a single token, this
+    happens at intervals.
+    """
     n_drafts: int = 0
     """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
     verify: Callable[[Logits], int] | None = None
     """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
     n_right: int = field(default=0, init=False)
-    """How many of the drafts were right, and are read."""
+    """How many of the drafts were right, and stay as text."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
     """The logits, (n_rows, n_vocab); None for n_rows 0."""
     error: BaseException | None = field(default=None, init=False)
     untouched: bool = field(default=True, init=False)
-    """True if the store is still unchanged after an error."""
+    """True if an error has left the store unchanged; the value means something only after
+    an error.
+    """
 
     @property
     def is_single(self) -> bool:
-        """Tell whether it is one token, as those that are written, with its drafts."""
+        """Tell whether the part is a single token, with or without drafts, as when a session
+        writes.
+        """
         return len(self.tokens) - self.n_drafts + len(self.echo) == 1 and self.embedded is None
 
     @property
@@ -62,7 +70,7 @@ class Part:
 
     @property
     def rope_position(self) -> int:
-        """Return the position at which RoPE sees its first token."""
+        """Return the position at which RoPE sees the first token of the part."""
         store = self.store
         return store.facts.rope.seen(self.position, store.shift) - self.lag
 
@@ -78,8 +86,9 @@ class Part:
         )
 
     def limit_drafts(self, *, alone: bool) -> None:
-        """Leave out the last drafts where the store could not undo so many, and all of them where
-        several sequences read nothing but single tokens; `alone`: there are no other parts.
+        """Leave out drafts that the store could not undo. Leave out all where a step cannot read
+        several tokens beside single tokens of other sequences; `alone`: the micro-batch has no
+        other parts.
         """
         if self.n_drafts:
             drafts = self.store.drafts
@@ -96,7 +105,7 @@ class Part:
             drafts.settle(self.n_right)
         try:
             self.store.after(self.n_read)
-        except SessionFileError as error:  # Only the pages of this part are lost.
+        except SessionFileError as error:  # The error concerns only the pages of this part.
             self.error = error
             return
         self.logits = logits
@@ -121,13 +130,13 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
     """Decode one micro-batch, whose parts are of sequences in one context; single tokens come
     first.
 
-    An error is stored in those parts that it concerns.
+    An error is stored in the parts that it concerns. `model_name`: for messages.
     """
     context = parts[0].store.context
     context.begin_step()
     for part in parts:
         part.limit_drafts(alone=len(parts) == 1)
-    # A device attends at once for sequences in neighbouring places.
+    # A device can attend together for sequences with neighbouring places.
     in_order = sorted(
         parts, key=lambda part: (not part.is_single, part.n_drafts > 0, part.store.sequence)
     )
@@ -199,7 +208,8 @@ def decode_inside(
     model_name: str,
     echo: Sequence[int] = (),
 ) -> npt.NDArray[np.float32] | None:
-    """Decode one micro-batch of one sequence; returns logits as MicroBatch.decode() does.
+    """Decode one micro-batch of one sequence; returns the logits of its last `n_rows` tokens,
+    (n_rows, n_vocab), or None for `n_rows` 0.
 
     Raises UnsupportedModelError if the graph is not as the store expects, StepError if it could not
     be computed.

@@ -44,9 +44,10 @@ LAYER_IN_RANGE = Policy(
 class LayerEntropies(OnlineBudgets):
     """Compute budgets per layer from the mean entropy of its query heads in the text so far.
 
-    The budgets follow what observe() has added up to the micro-batch after which they last changed.
-    They are in proportion to the entropy, or between a least and a largest budget; both are scaled
-    to the total budget, which is a hard limit.
+    Budgets are computed from the entropies up to the micro-batch after which they last changed. By
+    the rule LAYER_ENTROPY, they are in proportion to the entropy; by the rule LAYER_RANGE, they lie
+    between a least and a largest budget. In either case they are scaled to the total budget, which
+    is a hard limit.
     """
 
     tracks_entropies = True
@@ -76,13 +77,15 @@ class LayerEntropies(OnlineBudgets):
             self._followed = self._seen.copy()
 
     def observe_again(self) -> None:
-        """Let budgets follow everything that was added: entropies belong to the text's own
-        queries.
+        """Let budgets follow all entropies that were added. An echo adds none: only the queries of
+        the text itself count.
         """
         self._followed = self._seen.copy()
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return the share of each layer; the heads of a layer get equal shares."""
+        """Return the budget of every KV head in entries, layer by layer; the heads of a layer get
+        the same. None before anything was observed.
+        """
         rows, sums = self._followed[0], self._followed[1:]
         if rows == 0:
             return None
@@ -103,13 +106,13 @@ class LayerEntropies(OnlineBudgets):
         return [min(layer) for layer in by_layer(shares, self._layers) for _ in layer]
 
     def forget(self) -> None:
-        """Forget all rows, before another text begins."""
+        """Forget all entropies, because another text begins."""
         self._seen = np.zeros(1 + len(self._layers))
         self._followed = self._seen.copy()
 
     def state(self) -> Floats:
-        """Return numbers of rows and sums of each layer's entropy: of all, and of those that
-        budgets follow.
+        """Return the number of rows and the sum of entropies of each layer: first for all rows,
+        then for those that the budgets follow.
         """
         return np.concatenate([self._seen, self._followed])
 
@@ -125,7 +128,7 @@ class LayerEntropies(OnlineBudgets):
         return None if np.all(followed <= seen) else "entropies that cannot be"
 
     def load(self, state: Floats) -> None:
-        """Load rows and sums: of all, and of those that budgets follow."""
+        """Load what state() returned."""
         self._seen, self._followed = (half.copy() for half in np.split(state, 2))
 
 
