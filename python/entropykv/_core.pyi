@@ -223,10 +223,12 @@ class AttentionNode:
     def rope_magnitude(self) -> float: ...
     @property
     def on_device(self) -> bool:
-        """Return whether its K and V lie in memory that the CPU cannot read."""
+        """Return whether K and V of the layer lie in memory that the CPU cannot read."""
 
 class KShiftProbe:
-    """Check at one decode whether llama.cpp's K-shift rotates keys as the model's graph does."""
+    """Check, while one token is decoded, whether llama.cpp's K-shift rotates keys as the model's
+    graph does.
+    """
 
     def __init__(self) -> None: ...
     @property
@@ -238,7 +240,9 @@ class KShiftProbe:
         """Return why llama.cpp's K-shift is wrong for the model; empty if it is right."""
 
 class WindowProbe:
-    """Count how many cells each attention layer sees, at decodes of single tokens."""
+    """Record how many cells of the cache each attention layer sees when single tokens are
+    decoded.
+    """
 
     def __init__(self) -> None: ...
     @property
@@ -254,8 +258,8 @@ class WindowProbe:
         """Forget what was counted."""
 
 def product_kernels() -> list[str]:
-    """Return the names of the kernels for products of quantized weights that this machine can run,
-    the fastest last; it is used by default.
+    """Return the names of the kernels for products of quantized weights that this machine can run.
+    The last one, which is the fastest, is used by default.
     """
 
 class WeightHook:
@@ -312,11 +316,11 @@ class WeightHook:
         """
 
 class GraphError(RuntimeError):
-    """Raised if a graph is not as the first one that was probed."""
+    """Raised if a graph differs from the first one of its context, which was probed."""
 
 class GraphHook:
-    """Inspect the graphs of one llama_context, then replace their attention, and products as
-    WeightHook does.
+    """Inspect the graph of the first decode of a llama_context; after serve(), replace attention in
+    all graphs. Products of weights are changed as WeightHook does it.
     """
 
     def __init__(
@@ -353,8 +357,8 @@ class GraphHook:
 
     @property
     def rope_limit(self) -> int:
-        """Return for how many positions the model's frequencies are valid; 0: as many as it was
-        trained for.
+        """Return for how many positions the model's RoPE frequencies are valid; 0: for as many as
+        the model was trained for.
         """
 
     @property
@@ -484,7 +488,7 @@ class SequencePool:
         """Return the bytes of working memory of the threads, for all sequences together."""
 
 class AttentionBatch:
-    """Hold the sequences whose tokens are in a micro-batch, in the order of its tokens."""
+    """List the sequences whose tokens are in a micro-batch, in the order of these tokens."""
 
     def __init__(self) -> None: ...
     def clear(self) -> None:
@@ -873,8 +877,8 @@ class HeadwiseStore:
     ) -> bool:
         """Replace the entries of all heads by those of states in a mapped file, without a copy.
 
-        begin_load() comes first. Returns False, and changes nothing, if the states have to be
-        loaded: cpp/store/head_states.hpp says when.
+        begin_load() comes first. Returns False, and changes nothing, if load_head() must load the
+        states instead: cpp/store/head_states.hpp says when.
         """
 
     def check_files(self) -> None:
@@ -1298,7 +1302,7 @@ def share_budget(
     limits: Sequence[int] = (),
 ) -> list[int]:
     """Return the budget of every KV head in entries: the floor, and a part of the rest in
-    proportion to its weight, in whole pages.
+    proportion to the weight of the head, in whole pages.
 
     `entries_per_page`, `weights`: one for each KV head, layer by layer; no weights: all are equal.
     `limits`: what each head can use at most; empty: `max_entries`. Raises ValueError if the mean is

@@ -38,12 +38,14 @@ class ProtectedEntries:
     def for_budget(
         cls, mean_entries: int, n_sinks: int, recent_window: int | None
     ) -> ProtectedEntries:
-        """Return what a mean budget protects: the recent window is half of it unless given."""
+        """Return what is protected under a mean budget of `mean_entries`. `recent_window` None:
+        half of the mean budget.
+        """
         return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
 
     @property
     def entries(self) -> int:
-        """Return how many entries every KV head must be able to hold."""
+        """Return how many entries of every KV head are protected."""
         return self.n_sinks + self.recent_window
 
 

@@ -187,7 +187,7 @@ class BudgetRule(Enum):
     PROFILE_CURVES = auto()
     """Share by the loss curves of a profile."""
     LAYER_ENTROPY = auto()
-    """Share per layer, in proportion to its mean entropy in this text."""
+    """Share per layer, in proportion to the mean entropy of the layer in this text."""
     LAYER_RANGE = auto()
     """Share per layer, by budgets from 8 for the lowest entropy to 128 for the highest, scaled to
     the total budget.

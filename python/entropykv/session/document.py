@@ -196,7 +196,7 @@ class _Steps:
         self._progress = progress
         self._saved_at = time.perf_counter()
         self._seconds = 0.0
-        """How long it took to save the last time."""
+        """How many seconds the last save took."""
 
     def read(self, tokens: Sequence[int]) -> None:
         """Read the tokens that were not read yet; `tokens`: all tokens of the document."""

@@ -52,7 +52,9 @@ class _Use:
 
 
 class DocumentFolder:
-    """Know the documents below a directory, and who uses them; any thread may call it."""
+    """Keep track of the documents below a directory and of their uses in this process; any thread
+    may call the methods.
+    """
 
     def __init__(
         self, directory: Path, limit_bytes: int | None, storage: ObjectStorage | None = None
@@ -178,7 +180,7 @@ class DocumentFolder:
 
     def hold(self, path: Path) -> bool:
         """Lock the file of a document in use, so that no process removes it; returns False if there
-        is none.
+        is no such document.
 
         Raises DocumentBusyError if another process has locked it for longer than a removal takes.
         """

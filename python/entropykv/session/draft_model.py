@@ -28,8 +28,8 @@ from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Logits
 
 _CATCH_UP = 512
-"""The most tokens of the text that are read before one step; the next steps read the rest, without
-drafts, so that no token waits for a long prompt.
+"""The most tokens of a text that the small model reads before one step of the large one. The next
+steps read the rest, without drafts, so that no token waits for a long prompt.
 """
 _MOST_MORE_TOKENS = 128
 """By how many tokens the sizes of the two vocabularies may differ, because of padding; the limit is
@@ -44,11 +44,13 @@ _POLICY = "fast"
 
 
 class DraftModel:
-    """Hold a small model, and a sequence of it for every sequence that it drafts for."""
+    """Hold a small model, which has a sequence for every sequence of the large model (the target)
+    that it drafts for.
+    """
 
     def __init__(self, path: str | os.PathLike[str], options: CacheOptions, target: Model) -> None:
-        """Load the model; raises SettingsError if its vocabulary differs from the target's, and the
-        errors of a Session.
+        """Load the small model; raises SettingsError if its vocabulary differs from that of
+        `target`, and the errors of a Session.
 
         `options`: those of the target, with the resolved n_ctx. The small model takes over threads
         and the number of sequences; its budget is options.draft_kv_budget.

@@ -151,12 +151,18 @@ class NgramDrafter:
     def __init__(self) -> None:
         """Begin without a text; the tables grow with it."""
         self._latest = np.full(0, -1, np.int32)
-        """By hash, the end of the n-gram that was seen last; -1: none."""
+        """By hash, the position at which the latest n-gram with this hash ends; -1: there
+        is none.
+        """
         self._earlier = np.full(0, -1, np.int32)
-        """By the end of an n-gram, the end of the one with the same hash before it."""
+        """By the position at which an n-gram ends, where the n-gram before it with the same hash
+        ends; -1: there is none.
+        """
         self._n_indexed = 0
         self._source, self._n_before = -1, 0
-        """Where the last drafts came from, or -1, and how long the text was then."""
+        """The position that the last drafts were copied from, or -1, and how long the text was
+        then.
+        """
 
     @property
     def n_bytes(self) -> int:
@@ -164,7 +170,7 @@ class NgramDrafter:
         return self._latest.nbytes + self._earlier.nbytes
 
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
-        """Return what followed at the better of two earlier positions: see Drafter.
+        """Return the tokens that followed at the better of two earlier positions: see Drafter.
 
         One is the position with the longest match. The other one is where the last drafts were
         copied from, moved on by as many tokens as were written since. It is right where the text

@@ -84,7 +84,9 @@ class StepCosts:
         return seconds / (weight * self._expected(tokens / weight)) if weight > 0.0 else 0.0
 
     def relative(self, n_tokens: int) -> float:
-        """Return the cost of a step in units of one with a single token; at least 1.0."""
+        """Return the expected cost of a step with n_tokens tokens, in units of a step with a single
+        token; at least 1.0.
+        """
         first, slope = self._line
         return 1.0 if n_tokens == 1 else max(first + slope * (n_tokens - 2), 1.0)
 
@@ -157,8 +159,8 @@ class Outcomes:
         return found
 
     def factors(self) -> tuple[float, float, float]:
-        """Return, for each outcome at the source, the factor by which it multiplies the odds that a
-        draft is right.
+        """Return, for each outcome at the source, the factor by which this outcome multiplies the
+        odds that a draft is right.
         """
         weight = self._WEIGHT
         right, tried = self._right.tolist(), self._tried.tolist()
@@ -239,7 +241,7 @@ class DraftLengths:
     """
 
     def __init__(self, costs: StepCosts, most: int) -> None:
-        """Choose up to `most` drafts; `costs` are those of the steps of all sequences."""
+        """Choose up to `most` drafts; `costs`: the costs of the steps of all sequences."""
         self._costs = costs
         self._right = np.zeros((len(PRIORS), most))
         self._tried = np.zeros((len(PRIORS), most))
@@ -347,7 +349,7 @@ class DraftCounts:
 
 
 class Drafting:
-    """Guess the next tokens of one text with its drafter, as many as save time."""
+    """Guess the next tokens of one text with a drafter, as many as are expected to save time."""
 
     _RETRY = 16
     """After this many tokens without drafts, drafts are made once to see whether they are right
@@ -356,7 +358,7 @@ class Drafting:
     _MOST_RETRY = 1024
 
     def __init__(self, drafter: Drafter, costs: StepCosts, most: int) -> None:
-        """Read up to `most` drafts at a time; `costs` are those of the steps of all sequences."""
+        """Read up to `most` drafts at a time; `costs`: the costs of the steps of all sequences."""
         self._drafter = drafter
         self._costs = costs
         self._lengths = DraftLengths(costs, most)

@@ -18,13 +18,13 @@ from entropykv.session.sequence import is_placeholder
 
 REQUEST = "\n\nRepeat the previous context exactly:\n"
 OVERLAP = 16
-"""A repetition begins with so many tokens before its chunk, so that the chunk's first tokens get
+"""How many tokens before its chunk a repetition begins, so that the first tokens of the chunk get
 attention, too.
 """
 LEAST_TOKENS = 16
 """The least tokens for an echo: shorter texts, such as questions or single tokens, wait."""
 LEAST_CHUNK = 32
-"""The shortest chunk, in tokens: budgets that follow the text change after so many
+"""The shortest chunk, in tokens. Budgets that follow the text change once in as many tokens
 (policy/online.py).
 """
 
@@ -33,12 +33,14 @@ APART = 8
 
 
 class Echo:
-    """Make the echoes of one model's text."""
+    """Make the echoes of texts of one model: a request to repeat a chunk of text, and the chunk
+    once more.
+    """
 
     def __init__(self, tokenize: Callable[[str], list[int]], n_ubatch: int) -> None:
         """Choose the chunk so that it fits with its echo into a micro-batch of `n_ubatch` tokens.
 
-        If that is too small for LEAST_CHUNK, micro-batches are larger.
+        If a chunk would be shorter than LEAST_CHUNK, micro-batches are larger.
         """
         self._request = tokenize(REQUEST)
         besides = len(self._request) + OVERLAP
@@ -48,7 +50,8 @@ class Echo:
         """How many tokens a chunk and its echo have together, at most."""
 
     def least_pending(self, n_tokens: int, recent_window: int) -> int:
-        """Return how many tokens without an echo cause one before `n_tokens` more are read.
+        """Return how many tokens without an echo there must be for an echo to be read before
+        `n_tokens` more are.
 
         Where text is written token by token, an echo of each token would take long. Therefore an
         echo waits until there are as many such tokens as the recent window or a chunk holds.
@@ -80,6 +83,6 @@ def echo_for(model: Model, config: ResolvedConfig) -> Echo | None:
 
 
 def longest_part(model: Model, config: ResolvedConfig) -> int:
-    """Return the most tokens of a sequence in a micro-batch, including its echo."""
+    """Return the most tokens that one sequence has in a micro-batch, with its echo."""
     echo = echo_for(model, config)
     return max(config.n_ubatch, echo.n_ubatch if echo else 0)

@@ -179,7 +179,8 @@ class SavedContents:
 
 
 def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> None:
-    """Raise SessionFileError, naming the setting, if a saved session does not fit this one.
+    """Raise SessionFileError, naming the setting, if a session that was saved with `theirs` cannot
+    be loaded by one with `ours`. `where`: the name of the file.
 
     Context, budget, sinks and recent window may differ: the entries decide whether they fit.
     """

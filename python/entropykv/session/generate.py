@@ -227,7 +227,7 @@ class Decoder(Protocol):
 
     @property
     def model(self) -> Model:
-        """Return the model, whose vocabulary it uses."""
+        """Return the model, whose vocabulary the loop uses."""
 
     @property
     def config(self) -> ResolvedConfig:
@@ -279,11 +279,15 @@ class StepHooks:
     """Hold functions of a caller that are called before steps and tokens."""
 
     before: Callable[[int], object] = _go_on
-    """Called with the most tokens that the next step reads; what it raises ends the generation."""
+    """A function that is called before every step with the most tokens that the step reads; an
+    error that it raises ends the generation.
+    """
     gives_way: bool = False
     """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
     ends: Callable[[], bool] = _go_on
-    """Asked before every token of an answer whether the answer ends before it."""
+    """A function that is asked before every token of an answer whether the answer ends
+    before it.
+    """
 
 
 @dataclass(frozen=True)
@@ -291,9 +295,9 @@ class Companions:
     """Hold the objects that are told of the tokens of one text while these are chosen and read."""
 
     thought: ThoughtCounter | None = None
-    """Gets every token, and may force one to end a thought."""
+    """The counter that is told of every token, and may force one to end a thought."""
     recorder: LogprobRecorder | None = None
-    """Gets every token with the logits that it was chosen by."""
+    """The recorder that gets every token with the logits by which it was chosen."""
     hooks: StepHooks = StepHooks()
     processors: Sequence[Callable[[Logits], object]] = ()
     """Functions that change the logits before a token is chosen."""
@@ -399,7 +403,7 @@ _ENDED: Any = object()
 class _Generation:
     """Generate tokens one by one.
 
-    Chosen tokens are held back for a while, so that a rewalk can replace them.
+    With recovery, chosen tokens are held back for a while, so that a rewalk can replace them.
     """
 
     def __init__(

@@ -144,12 +144,12 @@ class ReadyImage:
 
     @property
     def n_tokens(self) -> int:
-        """Return the number of its tokens."""
+        """Return how many tokens the image has, one for each row."""
         return len(self.placeholders)
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of its embeddings."""
+        """Return the bytes of the embeddings."""
         return self.rows.nbytes
 
     def part(self, first: int, last: int, position: int) -> Embedded:
@@ -395,8 +395,8 @@ class Images:
 
 
 def placeholders_of(key: bytes, n_tokens: int) -> list[int]:
-    """Return tokens below -1 that stand for an image; every key (such as a hash of the image) gives
-    other ones.
+    """Return n_tokens tokens below -1 that stand for an image. Every `key`, such as a hash of the
+    image, gives other tokens.
     """
     numbers: Any = np.frombuffer(hashlib.shake_256(key).digest(4 * n_tokens), "<u4")
     return [FIRST_PLACEHOLDER - int(number) % _MOST_NUMBER for number in numbers]

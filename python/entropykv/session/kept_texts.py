@@ -93,7 +93,7 @@ class Outside:
     disappears with the process in any case.
     """
     is_lost: bool = False
-    """True if entries were lost before it left the pool."""
+    """True if entries were lost before the text left the pool."""
 
     @property
     def n_bytes(self) -> int:
@@ -183,7 +183,7 @@ class KeptText:
 
     @property
     def n_pages(self) -> int:
-        """Return how many pages of the pool it holds, including pages that it shares."""
+        """Return how many pages of the pool the text holds, including pages that it shares."""
         tier = self.tier  # Read it once, because another thread may change it.
         return tier.pages.n_pages if isinstance(tier, InPool) else 0
 
@@ -197,7 +197,9 @@ class IdleSession:
     """
 
     session: Any
-    """The Session, whose module is above this one."""
+    """The Session. Its module is above this one and cannot be imported here, so that the type is
+    Any.
+    """
     tokens: array[int] = field(init=False)
     """The tokens of the session, which do not change while it is in the index."""
 
@@ -271,7 +273,8 @@ class KeptTexts:
         return sum(each.n_bytes for each in self.swapped_out)
 
     def keep(self, kept: KeptText, tier: InPool | Outside) -> KeptText:
-        """Keep a text; if there is no room for it outside the pool, drops it and raises PoolError.
+        """Keep a text, of which `tier` holds what its store had kept. If there is no room for it
+        outside the pool, drops it and raises PoolError.
 
         A checkpoint replaces the tenant's earlier one of the same text.
         """
@@ -408,7 +411,7 @@ class KeptTexts:
 
     @contextmanager
     def staying(self, kept: KeptText) -> Iterator[None]:
-        """Keep a text in the pool while it is being swapped in."""
+        """Keep a text from leaving the pool during the `with` block, in which it is swapped in."""
         self._staying = kept
         try:
             yield

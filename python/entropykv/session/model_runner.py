@@ -245,8 +245,8 @@ class ModelRunner:
             raise EntropyKVError(_CLOSED)
 
     def refuse(self, slot: SequenceSlot) -> None:
-        """Refuse further tokens of a sequence: a thread that waits for its next tokens gets an
-        error.
+        """Refuse further tokens of a sequence; a thread that waits for tokens of the sequence to be
+        read gets a PoolError.
         """
         slot.gone = True
         self.scheduler.cancel(slot, _CLOSED)
@@ -310,8 +310,8 @@ class ModelRunner:
         return gone + sum(slot.evicted for slot in self.slots)
 
     def counters(self) -> dict[str, Any]:
-        """Return sums over all stores: what they hold frozen now, and what they have counted so
-        far, including those of sequences that no longer exist.
+        """Return sums over all stores, by name: of frozen entries now, and of figures that stores
+        have counted, including those of sequences that no longer exist.
         """
         sums = Counter(self._counted_by_gone)
         for store in self.stores:
@@ -363,8 +363,8 @@ class ModelRunner:
         return True
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes: a larger budget takes effect at once, a smaller one evicts;
-        raises BudgetError.
+        """Change the budget of the runner: a larger one takes effect at once, a smaller one evicts.
+        Raises BudgetError for one that is too small.
         """
         with self.scheduler.between_steps():
             self.shared.resize(budget)

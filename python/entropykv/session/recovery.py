@@ -29,8 +29,8 @@ float32, and its product with minus infinity would not be finite.
 
 @dataclass(frozen=True)
 class Climb:
-    """Hold one climb: `position` is the number of tokens when it was decided; entropies are in
-    bits.
+    """Hold one climb of the ladder. `position`: how many tokens the text had when the climb was
+    decided. Entropies are in bits.
     """
 
     position: int
@@ -60,7 +60,9 @@ class Recoverable(Protocol):
 
 
 class Ladder:
-    """Decide after every generated token, by its logits, which rung to climb to."""
+    """Decide after every generated token, by the logits behind it, to which rung of recovery to
+    climb, if any.
+    """
 
     def __init__(self, recovery: Recovery, n_vocab: int) -> None:
         """Start at the bottom."""

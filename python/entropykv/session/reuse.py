@@ -39,7 +39,9 @@ def common_prefix(first: Sequence[int], second: Sequence[int], begin: int = 0) -
 
 @dataclass(eq=False)
 class _Node:
-    """Hold the end of an edge: a beginning that all texts below it share."""
+    """Hold a node of the trie: the end of an edge, up to which all texts below the node
+    are equal.
+    """
 
     end: int = 0
     """How many tokens all texts below the node share."""
@@ -287,7 +289,7 @@ class Reuse:
 
 @dataclass(eq=False, slots=True)  # A frozen dataclass would cost time for every token.
 class HeldText:
-    """Describe a text that was read, and the positions that its store can go back to."""
+    """Describe a text that was read, and to which positions its sequence can be truncated."""
 
     tokens: array[int]
     position: int
@@ -351,8 +353,8 @@ class HeldText:
         return min(end, self.n_ctx) <= self.n_sure
 
     def leads_back_to_prompt(self, position: int, end: int) -> bool:
-        """Tell whether the last prompt ended at `position`, and all its entries are kept until
-        `end`.
+        """Tell whether the last prompt ended at `position` with known logits, and whether all its
+        entries are kept while the text grows to `end` tokens.
         """
         known = self.parts.logits_at(position) is not None
         return known and self.keeps_all_until(end) and self.can_return_to(position)
@@ -375,7 +377,9 @@ class Demand:
     if they are not known.
     """
     knows_prompt: bool = False
-    """True if the logits of the last prompt can be used when it is asked again."""
+    """True if the logits at the end of the last prompt can be used when that prompt is
+    asked again.
+    """
     reads_question: bool = False
     """True if a prompt that is asked again is read again as a whole, because something is measured
     while it is read.

@@ -128,7 +128,7 @@ class PredictorFit:
         return known if known is not None and known.n_tokens >= self.n_needed else None
 
     def reads_twice(self, slot: SequenceSlot) -> bool:
-        """Tell whether the text of a slot is read twice, as far as the budget does not hold it.
+        """Tell whether the text of a slot is read twice, if the budget cannot hold it whole.
 
         Once a predictor can be used, a text that has given a round of lessons is read only once, so
         that other texts give the next rounds.
@@ -160,8 +160,8 @@ class PredictorFit:
         return n_taught if position >= end else 0
 
     def prepare(self, parts: Sequence[Part], slots: Sequence[SequenceSlot]) -> bool:
-        """Let the stores collect lessons in the next step, unless the text of one of its echoes
-        repeats itself. Returns whether they do.
+        """Let the stores collect lessons in the next step if all its echoes give useful ones: see
+        teaches(). Returns whether the stores do.
         """
         if self.predictor is not None:
             return False
@@ -182,7 +182,8 @@ class PredictorFit:
         self._n_taught += len(tokens)
 
     def close_round(self, slots: Sequence[SequenceSlot]) -> bool:
-        """Learn from the round if it has enough tokens; returns whether predictions begin with it.
+        """Learn from the current round if it has enough tokens; returns whether scores are
+        predicted from now on and were not before.
 
         `slots`: all slots of the runner, at least one. When predictions begin, the scores of all
         live entries are predicted, too.

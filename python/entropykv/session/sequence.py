@@ -28,9 +28,9 @@ class ImageSpan:
     """Hold the place of an image in a text, as far as it was read."""
 
     start: int
-    """The position of its first token in the text."""
+    """The position of the first token of the image in the text."""
     n_tokens: int
-    """How many of its tokens were read."""
+    """How many tokens of the image were read."""
     behind: int
     """By how much RoPE's position is less than the text position after the whole image; 0 without
     M-RoPE, RoPE with positions of several dimensions.
@@ -38,7 +38,7 @@ class ImageSpan:
 
     @property
     def end(self) -> int:
-        """Return the text position after its last token that was read."""
+        """Return the text position after the last token of the image that was read."""
         return self.start + self.n_tokens
 
     @property
@@ -228,9 +228,7 @@ class TokenSequence:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of its tokens, of the records of its micro-batches, and of its
-        logits.
-        """
+        """Return the bytes of the tokens, of the records of micro-batches, and of the logits."""
         known = [each for each in (self.logits, self.parts.logits) if each is not None]
         # Logits are often one array that several records refer to, which is counted once.
         logits = sum({id(each): each.nbytes for each in known}.values())

@@ -104,7 +104,7 @@ class SequenceSlot:
         """The weight of the sequence, relative to the other sequences of the pool."""
         self.live = live
         self.gone = False
-        """True once its session is closed; then nothing can be read any more."""
+        """True once the session of the slot is closed; then nothing more can be read."""
         self.swapped: KeptText | None = None
         """The text that is kept of the sequence while it is swapped out; None while it is live or
         empty.
@@ -114,7 +114,7 @@ class SequenceSlot:
         self.trajectory: Trajectory | None = None
         """How many entries were held as the text grew; None unless entries are frozen."""
         self.broken = False
-        """True while a decode runs, and if the last one has failed half-way."""
+        """True while a decode of the sequence runs, and if the last decode has failed half-way."""
         self.half_read = False
         """True if the last step has failed half-way, so that its store may hold entries beyond
         `position`.

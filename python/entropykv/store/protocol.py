@@ -108,11 +108,13 @@ class StoreContext(ABC):
 
     @property
     def pool(self) -> PoolFigures | None:
-        """Return the figures of what its stores share; None for a session alone."""
+        """Return the figures in bytes of what the stores of the context share; None for a session
+        alone.
+        """
         return self.pages or self.places
 
     def begin_step(self) -> None:
-        """Begin a micro-batch, before the stores of all its sequences make room for it."""
+        """Begin a micro-batch; called before before() of the stores of its sequences."""
         return  # The store of the context may do this instead, if there is only one.
 
     @abstractmethod
@@ -204,7 +206,9 @@ class TextBudgets(Protocol):
     """Share a budget among KV heads by what the text shows, and by how long it will be."""
 
     def expect(self, n_tokens: int) -> None:
-        """Plan for a text of n_tokens: if the bytes hold it, it is kept whole."""
+        """Plan for a text of n_tokens: keep it whole if the budget can hold it, or else follow the
+        policy.
+        """
 
     def whole_before(self, position: int, n_tokens: int) -> int:
         """Return how many of the next tokens to read at once, from `position` on.
