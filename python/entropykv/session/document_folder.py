@@ -100,7 +100,7 @@ class DocumentFolder:
 
     def keep(self, path: Path) -> None:
         """Keep a document that was written: copy it to the storage, if there is one, and remove the
-        least recently used documents while all exceed the limit, but none in use.
+        least recently used documents, but none in use, until all together are within the limit.
 
         Raises SessionFileError if the document alone is larger than the limit, after removing it.
         If it cannot be stored, it becomes a partial file, whose reading can go on.

@@ -1,5 +1,4 @@
-"""Guess the next tokens of a text, and say how well such guesses have worked: drafters and their
-evidence.
+"""Guess the next tokens of a text (drafters), and say why the guesses may be right (Evidence).
 
 Drafts come from the text itself (NgramDrafter), from a small model (draft_model.py), or from a
 function of the user (FunctionDrafter).

@@ -39,9 +39,9 @@ class StepCosts:
     (tokens, steps); they keep the fitted line defined.
     """
     _OUTLIER = 3.0
-    """A step that takes longer than this many times the expected seconds counts as this many times
-    those: the thread was interrupted, or memory was allocated. If a step takes less than the
-    expected seconds divided by this, the earlier steps were the slow ones, and are forgotten.
+    """A step that takes longer than _OUTLIER times the expected seconds counts as a step of just
+    that length: the thread was interrupted, or memory was allocated. If a step takes less than the
+    expected seconds divided by _OUTLIER, the earlier steps were the slow ones, and are forgotten.
     """
 
     def __init__(self) -> None:

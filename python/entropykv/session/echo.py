@@ -50,8 +50,8 @@ class Echo:
         """How many tokens a chunk and its echo have together, at most."""
 
     def least_pending(self, n_tokens: int, recent_window: int) -> int:
-        """Return how many tokens without an echo there must be for an echo to be read before
-        `n_tokens` more are.
+        """Return how many tokens without an echo there must be before an echo of them is read;
+        `n_tokens`: how many tokens are read next.
 
         Where text is written token by token, an echo of each token would take long. Therefore an
         echo waits until there are as many such tokens as the recent window or a chunk holds.

@@ -2,11 +2,12 @@
 
 All numbers are little-endian:
 
-magic "EKVSESS\0", version (u32), bytes of the header (u32) header: JSON, see SavedSettings and
-SavedContents, and spaces: the store's sections begin at a multiple of 16384 bytes if they have
-65536 bytes or more, else at one of 16 digest (blake2b, 16 bytes) of all before it sections, one
-after the other: tokens (i32), logits of the last token (f32), the store's digest (blake2b, 16
-bytes) of all before it
+    magic "EKVSESS\\0", version (u32), bytes of the header (u32)
+    header: JSON, see SavedSettings and SavedContents, and spaces: the store's sections begin at a
+        multiple of 16384 bytes if they have 65536 bytes or more, else at one of 16
+    digest (blake2b, 16 bytes) of all before it
+    sections, one after the other: tokens (i32), logits of the last token (f32), the store's
+    digest (blake2b, 16 bytes) of all before it
 
 The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; if
 budgets follow the text, one more with the measurements (f64), see OnlineBudgets.state(); and one

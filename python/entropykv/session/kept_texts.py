@@ -45,8 +45,8 @@ class InPool:
     to_state: Callable[[StoreCheckpoint], StoreState]
     """Converts the pages to a state outside the pool."""
     state: StoreState
-    """What `to_state` returns for the pages, with an iterator without sections instead of its
-    sections.
+    """What `to_state` returns for the pages, but without sections, which are made only when the
+    text leaves the pool.
     """
 
     @classmethod

@@ -5,10 +5,11 @@ called by the thread that makes a step, or between two steps.
 
 A lesson is what the echo of a chunk shows about one entry: its features, and how much attention the
 echo gave to it. Lessons are collected in rounds. With the lessons of each round, the predictor of
-the earlier rounds is tested, which was not fitted to them. Until enough tokens agree for it to be
-used, it is fitted to all rounds; then each round has a fit of its own, and the predictor is the
-mean of all. So no sums of products of a text's keys and values are written to a file. The predictor
-is complete when enough texts have each contributed about a round of lessons.
+the earlier rounds is tested, which was not fitted to them. Until rounds with enough tokens agree,
+so that the predictor can be used, it is fitted to all of them together; from then on, each round
+has a fit of its own, and the predictor is the mean of these fits. So no sums of products of a
+text's keys and values are written to a file. The predictor is complete when enough texts have each
+contributed about a round of lessons.
 """
 
 from __future__ import annotations

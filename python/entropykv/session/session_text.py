@@ -161,12 +161,13 @@ class SessionText:
         tokens.
 
         It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
-        If `tokens` begin with all of its text, the logits at its end are restored, too. Returns
-        False, and changes nothing, if there is none; a session without a pool keeps none. If the
-        pool has no room to cut the checkpoint, it returns False, too, and the session is empty.
-        `repeatable`: only roll back to a position where a reading from 0 also starts a micro-batch,
-        or to a checkpoint itself, so that asking again gives the same numbers. `reads_question`:
-        not to a place within or behind a prompt that is asked again, which is then read again.
+        If `tokens` begin with the whole text of the checkpoint, the logits at its end are restored,
+        too. Returns False, and changes nothing, if there is none; a session without a pool keeps
+        none. If the pool has no room to cut the checkpoint, it returns False, too, and the session
+        is empty. `repeatable`: only roll back to a position where a reading from 0 also starts a
+        micro-batch, or to a checkpoint itself, so that asking again gives the same numbers.
+        `reads_question`: not to a place within or behind a prompt that is asked again, which is
+        then read again.
         """
         demand = Demand(is_cut=repeatable, reads_question=reads_question)
         runner, slot = self._runner, self._slot

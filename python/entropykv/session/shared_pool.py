@@ -550,10 +550,11 @@ class SharedPool:
         slot.mend()
 
     def keep_checkpoint(self, slot: SequenceSlot, tenant: Hashable) -> None:
-        """Keep a checkpoint of the current content of a sequence, if there is room for one and
-        nothing is frozen: as shared pages if the content is in the pool.
+        """Keep a checkpoint of the current content of a sequence: as shared pages, if the content
+        is in the pool and nothing is frozen, or as a copy on a device, where pages cannot be
+        shared.
 
-        On a device, where pages cannot be shared, the checkpoint is a copy outside the pool.
+        Does nothing otherwise, or if there is no room for the checkpoint.
         """
         swapped = slot.swapped
         is_there = slot.live if swapped is None else isinstance(swapped.tier, InPool)

@@ -47,9 +47,9 @@ class ColdFile:
 
     All numbers are little-endian; the first HEADER_BYTES are
 
-    magic "EKVCOLD\0", version (u32), bytes of a page (u32), nonce (16 bytes, random), digest of the
-    model's identity (blake2b, 16 bytes), process (u32), zeros, digest (blake2b, 8 bytes) of all
-    before it
+        magic "EKVCOLD\\0", version (u32), bytes of a page (u32), nonce (16 bytes, random),
+        digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
+        digest (blake2b, 8 bytes) of all before it
 
     and the rest is the store's.
 
