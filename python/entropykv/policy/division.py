@@ -79,9 +79,9 @@ class LossCurve:
         """Join the curves of KV heads: at every number of pages, the next page goes to the head
         where it prevents most loss.
 
-        `floors`: entries of every KV head. `per_page`: how many entries of every KV head fill a
-        page. `losses`: [KV head][knot], with `knots` entries beyond the floor; they must be convex,
-        as sums of all but the largest scores are.
+        `floors`: the floor of every KV head in entries. `per_page`: how many entries of every KV
+        head fill a page. `losses`: [KV head][knot], with `knots` entries beyond the floor; they
+        must be convex, as sums of all but the largest scores are.
         """
         pages = np.diff(knots)[None, :] / per_page[:, None]
         prevented = np.maximum(-np.diff(losses, axis=1), 0.0) / pages

@@ -140,8 +140,8 @@ def predictor_of(
 def learns_predictor(
     policy: Policy, profile: EntropyProfile | None, learnt: LearntPredictor | None = None
 ) -> bool:
-    """Tell whether a policy needs a predictor and the known one, if any, is not that of a profile
-    and not complete.
+    """Tell whether a policy needs a predictor that is still to be learnt: none is known, or only a
+    learnt one that more texts may improve.
     """
     known = profile is not None and profile.predictor is not None
     return policy.importance.predicts and not known and (learnt is None or not learnt.complete)

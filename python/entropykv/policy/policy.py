@@ -13,9 +13,7 @@ _ALL = {measure.name: measure for measure in _core.measures()}
 """The measures in the table of the extension, by their names: cpp/decide/measures.cpp."""
 
 MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
-"""The measures that a policy can be given, and what each sums up over the query heads of
-a KV head.
-"""
+"""The measures that can be chosen for a policy, each with a summary of what it gives to entries."""
 
 MODIFIERS = {
     "values": "times the norm of the entry's value",
@@ -27,8 +25,8 @@ _OF_SHARES = ("mass", "attention")
 """The measures that are sums of shares of attention."""
 
 _ECHO_DECAY = 0.9995
-"""The least decay of importance where texts are read twice, so that text that was repeated long ago
-is not forgotten.
+"""Where texts are read twice, at least this fraction of importance is left after one more token, so
+that text that was repeated long ago is not forgotten.
 """
 
 

@@ -21,7 +21,7 @@ MOST_PASSAGES = 16
 MOST_TOKENS = 1 << 18
 """The longest document that is cut into passages, in tokens."""
 _SHORTEST, _LONGEST = 24, 64
-"""A passage ends with the first sentence that ends at or after `_SHORTEST` tokens, and otherwise
+"""A passage ends where a sentence or line ends after at least `_SHORTEST` tokens, and at the latest
 after `_LONGEST` tokens.
 """
 _ENDS = (b".", b"!", b"?", b"\n", "\N{IDEOGRAPHIC FULL STOP}".encode())

@@ -363,9 +363,11 @@ class ColdSide:
             )
 
     def check(self) -> None:
-        """Raise FreezeError if a micro-batch could not read or write frozen entries.
+        """Raise FreezeError if a micro-batch could not read or write frozen entries, or if there
+        was no room for more of them after it.
 
-        All frozen entries are given up then, and the session can continue with its active ones.
+        If entries could not be read or written, all frozen entries are given up, and the session
+        can continue with its active ones.
         """
         error, self._error = self._error, None
         why = self._store.cold_failure if self._store else None

@@ -39,8 +39,8 @@ class HeadwiseBudgets:
         online: OnlineBudgets | None,
         cold: ColdSide,
     ) -> None:
-        """Set the budgets of a store, beside its cold storage. `online`: budgets that follow the
-        text; None: all budgets are those of the plan.
+        """Set the budgets of a store. `cold`: its cold storage, which has to grow if entries are
+        frozen. `online`: budgets that follow the text; None: all budgets are those of the plan.
         """
         self._store = store
         self._config = config
@@ -96,8 +96,8 @@ class HeadwiseBudgets:
 
     @contextmanager
     def expecting(self, n_tokens: int) -> Iterator[None]:
-        """Choose the plan for a text of n_tokens, by which the `with` block replaces the current
-        one. If the block raises, the former plan and expected length are restored.
+        """Choose the plan for a text of n_tokens that the `with` block loads in place of the
+        current text. If the block raises, the former plan and expected length are restored.
         """
         before = self._expected, self.plan
         self._expected, self._end = n_tokens, min(self._end, n_tokens)

@@ -75,8 +75,9 @@ class StoreContext(ABC):
     flat store.
     """
     recurrent: bool = False
-    """True if the model has recurrent layers. Then stores also save the state that llama.cpp has of
-    each sequence, which cannot be rolled back.
+    """True if stores save, besides entries, the state of recurrent layers, which llama.cpp has for
+    each sequence and which cannot be rolled back. False on the flat store, whose saved state has
+    all in one.
     """
     reads_together: bool = True
     """False if a step can read single tokens of several sequences, or a piece of one prompt, but
@@ -228,8 +229,8 @@ class Thawable(Protocol):
     """Keep evicted entries in cold storage, from which they can return."""
 
     def check(self) -> None:
-        """Raise FreezeError if cold storage has failed since the last call; all frozen entries are
-        lost then.
+        """Raise FreezeError for an error of cold storage that was not raised yet, because it did
+        not keep a micro-batch from being read.
         """
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
