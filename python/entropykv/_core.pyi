@@ -40,7 +40,6 @@ class ScoreKind:
     attention: ScoreKind
     products: ScoreKind
     reconstruct: ScoreKind
-    expected: ScoreKind
     predicted: ScoreKind
     def __init__(self, value: int) -> None: ...
     @property
