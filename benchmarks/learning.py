@@ -77,7 +77,7 @@ def _lessons_of(reader: _EchoReader, name: str, n_chunks: int) -> list[Lessons]:
 
 
 def measure_texts(model: str) -> None:
-    """Print a line for every text that teaches: the first two chunks, of later ones the first."""
+    """Print a line for every text: two chunks of the first one teach, and one of each later one."""
     with _EchoReader(model, 512, "q8_0", 1) as reader:
         growing = GrowingPredictor(value_features(reader._store.layers), None)  # noqa: SLF001
         others = added(*(part for name in TESTS for part in _lessons_of(reader, name, 2)))

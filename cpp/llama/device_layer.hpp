@@ -177,7 +177,8 @@ public:
     // another; v() is null if V is a part of K.
     ggml_tensor* k() const { return all_.k(); }
     ggml_tensor* v() const { return all_.v(); }
-    // Returns what has the rows of other layers, too, and the number of its first row there.
+    // Return the memory that has the rows of other layers, too, and the number of this layer's
+    // first row in it.
     const RowMemory& memory() const { return all_.memory(); }
     std::int64_t first_in_memory() const { return all_.first(); }
     // Returns k(), and v() if V is not a part of it.

@@ -61,7 +61,7 @@ class Counts:
 
 
 def cases(suite: Path, draft: str) -> Iterator[Case]:
-    """Yield the cases of a draft: the folder that contains LICENSE and tests/."""
+    """Yield the cases of a draft of JSON Schema; `suite` contains LICENSE and tests/."""
     for path in sorted((suite / "tests" / draft).glob("*.json")):
         for group in json.loads(path.read_text("utf-8")):
             schema = group["schema"]

@@ -208,7 +208,7 @@ std::vector<FreezeSettings> large_freezings() {
     return {by_recall, limited, by_schedule, both};
 }
 
-// The following tests show that memory follows budgets and not contexts.
+// The following two tests show that memory follows budgets and not contexts.
 
 void test_scratch_follows_budgets() {
     const std::vector<LayerShape> layers{{2, 1, 16, 16}, {2, 2, 16, 16}};

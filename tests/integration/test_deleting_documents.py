@@ -185,7 +185,7 @@ def test_a_deleted_name_is_free_at_once_and_what_waits_for_the_new_text_gets_it(
     status = reader.library.status(BOOK)
     assert status is not None
     assert status["status"] == "queued"
-    with asked(reader):  # It waits for the new text, and is no reason to keep the old one.
+    with asked(reader):  # A request for the new text does not keep the old one.
         assert not reader.library.hold(BOOK)
         gate.open()
         assert removal.ended.wait(SECONDS)

@@ -552,7 +552,7 @@ def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> N
             session.decode(text)
         before = [all_entries(session) for session in sessions]
         n_bytes = pool.stats().kv_bytes_budget
-        # One of the two would have room.
+        # The memory would be enough for one of the two sessions.
         with (
             little_memory(600 * 2**20),
             pytest.raises(BudgetError, match="does not fit into the memory of its devices"),

@@ -1,4 +1,4 @@
-"""A running server streams pictures of the cache, and its page."""
+"""A running server streams pictures of the cache, and serves the page that shows them."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_layer_in_company(name: str, tmp_path: Path) -> None:
-    """Windows, recurrent layers, ALiBi, latent attention, shared keys: in company as alone."""
+    """In a pool, all kinds of layers give the logits that they give to a session alone."""
     path = tmp_path / f"{name}.gguf"
     write_known(path, MODELS[name])
     prompts = [prompt[:60] for prompt in PROMPTS[:3]]

@@ -1,4 +1,4 @@
-"""Grammars of llama.cpp: what they allow, what is no grammar, and that none takes long."""
+"""Grammars of llama.cpp allow the right texts; other text is refused, and none takes long."""
 
 from __future__ import annotations
 

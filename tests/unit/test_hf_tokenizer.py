@@ -1,4 +1,6 @@
-"""Tokenizers of Hugging Face directories: byte-level BPE, sentencepiece; none is refused."""
+"""Byte-level BPE and sentencepiece tokenizers of Hugging Face directories are converted; other,
+damaged and missing ones are refused.
+"""
 
 from __future__ import annotations
 

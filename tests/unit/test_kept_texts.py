@@ -52,7 +52,7 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
     copy = kept_texts.copy(swapped, KeptText(text()))
     assert saved(copy) == saved(swapped)
     assert kept_texts.swapped_bytes == 2 * sum(map(len, SECTIONS))
-    kept_texts.drop(swapped)  # Both had the same bytes, which the other one still has.
+    kept_texts.drop(swapped)  # The copy owns the same bytes, and keeps them.
     assert [bytes(section) for section in saved(copy).sections] == SECTIONS
     kept_texts.drop(copy)
     assert kept_texts.swapped_bytes == len(kept_texts.swapped_out) == 0

@@ -1,4 +1,4 @@
-"""EntropyProfile: statistics, the two file versions, and the refusal of damaged files."""
+"""EntropyProfile computes its statistics, reads two file versions, and refuses damaged files."""
 
 from __future__ import annotations
 

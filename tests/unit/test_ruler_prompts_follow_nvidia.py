@@ -35,7 +35,7 @@ ESSAY = (*SENTENCES.split(),) * 9
 
 
 def one_needle(template: str) -> str:
-    """Apply the original code's changes for a single value; the kind loses its last letter."""
+    """Return a template with the original code's changes for a single value."""
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(old, new)
     return template

@@ -181,7 +181,7 @@ def test_more_threads_than_a_quota_counts_are_kept_if_they_are_faster() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize(("threads", "others"), [(2, 1), (4, 1), (4, 2)])
 def test_no_step_needs_a_core_that_others_use(threads: int, others: int, noise: float) -> None:
-    """A single such step can take longer than 20 without."""
+    """Such a step takes 20 times as long as one whose threads have cores of their own."""
     choice = ThreadChoice(threads, threads)
     choice.note_others(float(others))
     machine = Machine(choice, cores=threads, noise=noise)

@@ -87,7 +87,7 @@ def compared(
         ({**QWEN, CURVES: 0.05}, {PREDICTOR_ONLY: MORE}, PREDICTOR_ONLY),
         ({**QWEN, CURVES: 0.0957}, {CURVES: MORE}, CURVES),
         ({**QWEN, CURVES: 0.0957}, {CURVES: OTHERS}, PREDICTOR_ONLY),
-        ({**QWEN, CURVES: 0.12}, {CURVES: MORE}, PREDICTOR_ONLY),  # It does not pay for the KL.
+        ({**QWEN, CURVES: 0.12}, {CURVES: MORE}, PREDICTOR_ONLY),  # Facts do not pay for the KL.
         ({NO_PROFILE: 0.1, CURVES: 0.12}, {}, NO_PROFILE),
         ({NO_PROFILE: 0.1, CURVES: 0.08}, {}, CURVES),
         ({NO_PROFILE: 0.0, PREDICTOR_ONLY: 0.0}, {}, PREDICTOR_ONLY),

@@ -73,7 +73,7 @@ class PlantedPassage:
 
     @property
     def work(self) -> TextWork:
-        """Return the piece of work of try_ways()."""
+        """Return the texts of this passage as the TextWork that try_ways() measures."""
         return TextWork("ways", (self.tokens, self.following, self.request, *self.asked))
 
     @property

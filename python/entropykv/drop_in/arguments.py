@@ -153,7 +153,8 @@ def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> Non
 def with_draft_model(budget: BudgetArguments, draft_model: Any) -> BudgetArguments:
     """Return the arguments for a Llama with a draft_model, which drafts inside the budget.
 
-    Raises SettingsError if the cache options say otherwise.
+    Returns `budget` unchanged if `draft_model` is None. Raises SettingsError if the cache options
+    already name a draft model.
     """
     if draft_model is None:
         return budget

@@ -316,7 +316,7 @@ def local_document(place: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def written_document(place: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the file to write a document into; at the end, it is stored at the place's address.
+    """Yield the file to write a document into; at the end, it is stored if `place` is an address.
 
     An interrupted reading leaves its partial file on the disk. Raises the errors of folder_of(),
     StorageError, and OSError.

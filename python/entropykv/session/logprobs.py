@@ -167,7 +167,10 @@ class CompletionLogprobs:
         return [*(TokenLogprob(each.token, None) for each in shown[:1]), *shown[1:]]
 
     def shown(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Return the field for the next tokens; None if there are none."""
+        """Return OpenAI's field `logprobs` for `values`; None if they are empty.
+
+        Their text follows that of earlier calls.
+        """
         if not values:
             return None
         texts, offsets, tops = [], [], []

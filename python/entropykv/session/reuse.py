@@ -391,8 +391,9 @@ def reuse_of(
 ) -> Reuse:
     """Decide from which position a prompt must be read if a text is already held.
 
-    If the prompt begins with the text, all of the text is reused. Otherwise a part of the common
-    beginning is reused, without the last token of the prompt, whose logits are needed. `shared`:
+    If the prompt begins with the text, all of the text is reused, provided that needed logits are
+    there. If it is the last prompt again, all of it is reused where its logits are kept. Otherwise,
+    at most a part of the common beginning is reused, without the prompt's last token. `shared`:
     how many tokens the text and the prompt have in common; None: not known yet.
     """
     n_tokens = len(prompt)

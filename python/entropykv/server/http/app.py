@@ -283,7 +283,8 @@ def _extra_routes(models: ModelRegistry) -> APIRouter:
 def _figures(models: ModelRegistry) -> APIRouter:
     router = APIRouter(tags=["KV cache"])
 
-    # Not in the event loop, because figures of a pool are taken between two steps.
+    # FastAPI runs it in a thread: figures of a pool are taken between two steps, and the event loop
+    # must not wait for that.
     @router.get("/v1/kv")
     def kv(request: Request, model: Name | None = None) -> dict[str, Any]:
         return as_json(models.engine_of(model), user_of(request.scope))
