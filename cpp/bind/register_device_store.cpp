@@ -50,6 +50,10 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
     return std::make_unique<DeviceStore>(devices, layers, settings, budgets, live);
 }
 
+// Lets other threads of Python run meanwhile, for functions that may wait for the thread that
+// decides.
+const py::call_guard<py::gil_scoped_release> without_gil;
+
 void check_head(const DeviceStore& store, int layer, int head) {
     if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
         head >= store.ledger().shape(layer).n_head_kv)
@@ -155,15 +159,15 @@ void register_device_store(py::module_& m) {
                 DeviceStore::resize(stores, budgets, {n_sinks, recent_window});
             },
             py::arg("stores"), py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
-        .def("commit_step", &DeviceStore::commit_step)
+        .def("commit_step", &DeviceStore::commit_step, without_gil)
         .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
-        .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"))
+        .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"), without_gil)
         .def("rotation_problem", &DeviceStore::rotation_problem, py::arg("ropes"))
         .def("rebase", &DeviceStore::rebase, py::arg("ropes"), py::arg("n_sinks"),
              py::arg("old_shift"), py::arg("new_shift"))
         .def("release", &DeviceStore::release)
         .def("acquire", &DeviceStore::acquire, py::arg("place"))
-        .def("truncate", &DeviceStore::truncate, py::arg("position"))
+        .def("truncate", &DeviceStore::truncate, py::arg("position"), without_gil)
         .def(
             "positions",
             [](const DeviceStore& self, int layer, int head) {
@@ -201,9 +205,10 @@ void register_device_store(py::module_& m) {
     py::class_<DeviceBatch>(m, "DeviceBatch")
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)
-        .def("commit", &DeviceBatch::commit)
+        .def("commit", &DeviceBatch::commit, without_gil)
         .def("add", &DeviceBatch::add, py::arg("store"), py::arg("n_tokens"), py::arg("position"),
-             py::arg("rope_position"), py::arg("n_drafts") = 0, py::arg("see_all") = false);
+             py::arg("rope_position"), py::arg("n_drafts") = 0, py::arg("see_all") = false,
+             without_gil);
 }
 
 }  // namespace entropykv::bind
