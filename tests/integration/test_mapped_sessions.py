@@ -244,7 +244,7 @@ assert not mapped.has_changed
 os.truncate(file, 16384 + 40000)
 assert memory[65535] == 0 and memory[0] == 7
 assert mapped.has_changed
-print("alive")
+print("alive", flush=True)
 os.kill(os.getpid(), 7)
 """
 

@@ -22,6 +22,7 @@ class FakePool:
     def __init__(self, n_sequences: int = 1) -> None:
         self.holds_one = n_sequences == 1
         self.runner = self.scheduler = self.kept_texts = self.shared = self
+        self.factory = self.facts = self
         self.n_let_go = 0
         self.index = PrefixIndex()
         self.n_sequences = n_sequences
