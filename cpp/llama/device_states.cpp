@@ -19,10 +19,6 @@ float squared_norm(const float* value, int dim) {
     return sum;
 }
 
-std::size_t row_bytes(const ggml_tensor* tensor) {
-    return ggml_row_size(tensor->type, tensor->ne[0]);
-}
-
 }  // namespace
 
 std::size_t DeviceStore::state_bytes(int layer, int head) const {
@@ -44,15 +40,15 @@ void DeviceStore::save_layer(int layer, const std::vector<std::byte*>& states) {
     for (std::size_t h = 0; h < states.size(); ++h)
         for (std::size_t i = 0; i < tensors.size(); ++i) {
             begins[h][i] = end;
-            end += index(heads[h].count) * row_bytes(tensors[i]);
+            end += index(heads[h].count) * tensors[i]->nb[1];
         }
     HostMemory& rows = device.saved_rows();
     rows.resize(end);
     for (std::size_t h = 0; h < states.size(); ++h)
         for (std::size_t i = 0; i < tensors.size(); ++i)
             device.begin_read(rows, begins[h][i], tensors[i],
-                              index(heads[h].first_row) * row_bytes(tensors[i]),
-                              index(heads[h].count) * row_bytes(tensors[i]));
+                              index(heads[h].first_row) * tensors[i]->nb[1],
+                              index(heads[h].count) * tensors[i]->nb[1]);
     device.wait();
     shared_->workers().run(static_cast<int>(states.size()), [&](int h, int) {
         std::byte* state = states[index(h)];
@@ -65,7 +61,7 @@ void DeviceStore::save_layer(int layer, const std::vector<std::byte*>& states) {
             for (std::size_t of_v = 0; of_v < tensors.size(); ++of_v) {
                 const ggml_tensor* tensor = tensors[of_v];
                 ggml_get_type_traits(tensor->type)
-                    ->to_float(rows.data() + begins[index(h)][of_v] + index(i) * row_bytes(tensor),
+                    ->to_float(rows.data() + begins[index(h)][of_v] + index(i) * tensor->nb[1],
                                row.data(), tensor->ne[0]);
                 (of_v == 0 ? kernels.store_k : kernels.store_v)(layout, page, slot, row.data());
             }
@@ -150,7 +146,7 @@ void DeviceStore::load_rows(int layer, const std::vector<std::byte*>& states) {
         Head& entries = ledger_.components().head(layer, h);
         const int n = entries.count();
         for (std::size_t i = 0; i < tensors.size(); ++i)
-            bytes[index(h)][i].resize(index(n) * row_bytes(tensors[i]));
+            bytes[index(h)][i].resize(index(n) * tensors[i]->nb[1]);
         std::vector<float> row(index(std::max(saved.k_dim, saved.v_dim)));
         std::vector<std::int32_t> positions;
         for (int i = 0; i < n; ++i) {
@@ -162,8 +158,8 @@ void DeviceStore::load_rows(int layer, const std::vector<std::byte*>& states) {
                 const ggml_tensor* tensor = tensors[of_v];
                 (of_v == 0 ? load_k : load_v)(saved, from, saved.slot_of(number), row.data());
                 ggml_quantize_chunk(tensor->type, row.data(),
-                                    bytes[index(h)][of_v].data() + index(i) * row_bytes(tensor), 0,
-                                    1, tensor->ne[0], nullptr);
+                                    bytes[index(h)][of_v].data() + index(i) * tensor->nb[1], 0, 1,
+                                    tensor->ne[0], nullptr);
             }
         }
         head(layer, h).hold(positions);
@@ -172,7 +168,7 @@ void DeviceStore::load_rows(int layer, const std::vector<std::byte*>& states) {
         for (std::size_t i = 0; i < tensors.size(); ++i)
             if (const std::vector<std::uint8_t>& all = bytes[h][i]; !all.empty())
                 ggml_backend_tensor_set(tensors[i], all.data(),
-                                        index(of.heads()[h].first_row) * row_bytes(tensors[i]),
+                                        index(of.heads()[h].first_row) * tensors[i]->nb[1],
                                         all.size());
 }
 
