@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 # A shell that starts pytest in the background lets it and its children ignore interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How fast examples are drawn says how busy the machine is, and examples may share a folder.
+# The time that an example takes depends on how busy the machine is, so there is no deadline; and
+# examples may share a folder.
 settings.register_profile(
     "any machine",
     deadline=None,
@@ -48,7 +49,7 @@ TEXTS = ROOT / "benchmarks" / "texts"
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out test modules that import what this system lacks: see the report's header."""
+    """Leave out test modules that import what this system lacks; the report's header names them."""
     return True if absent_imports(collection_path) else None
 
 
@@ -129,7 +130,7 @@ def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 @pytest.fixture(scope="module", params=["headwise", "flat"])
 def store(request: pytest.FixtureRequest) -> str:
-    """Name each store of EntropyLlama."""
+    """Return the name of a store; a test runs once with every store of EntropyLlama."""
     return str(request.param)
 
 
@@ -198,7 +199,7 @@ def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a pool wait long on a busy machine before it takes a session for idle."""
+    """Let a pool take a session for idle only after a minute, however busy the machine is."""
     monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 60.0)
 
 

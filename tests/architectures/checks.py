@@ -21,7 +21,7 @@ N_CTX = 256
 PROMPT_TOKENS = 30
 GREEDY_TOKENS = 64
 TOKENS = tokens_for(150)
-LONG = tokens_for(220)  # It exceeds a micro-batch and half the context.
+LONG = tokens_for(220)  # Longer than a micro-batch and than half the context.
 MICRO_BATCHES = (7, 64)
 
 

@@ -62,7 +62,8 @@ def model(
         name=name or architecture,
         architecture=architecture,
         metadata={**common, **(metadata or {})},
-        # Factors of quantised weights, which these files do not have.
+        # These files have no quantised weights, so they need no tensors with the factors of such
+        # weights.
         without=("*.scale", "*.input_scale", *without),
         n_vocab=n_vocab,
         rounding=rounding,

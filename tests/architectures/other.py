@@ -23,11 +23,11 @@ from tests.architectures.groups import (
     latent,
 )
 
-EVERY_SECOND = (4, 0, 4, 0)  # Heads of the layers: none in recurrent ones.
+EVERY_SECOND = (4, 0, 4, 0)  # Numbers of query heads by layer; recurrent layers have none.
 
 # Some layers attend, the others carry a state.
 HYBRID: tuple[Architecture, ...] = (
-    model("falcon-h1", (4, 2, 32), MAMBA_2),  # Every layer does both.
+    model("falcon-h1", (4, 2, 32), MAMBA_2),  # Every layer attends and carries a state.
     model("granitehybrid", (EVERY_SECOND, (2, 0, 2, 0), 32), MAMBA_2 | GRANITE),
     model("jamba", (EVERY_SECOND, (2, 0, 2, 0)), MAMBA),
     model("lfm2", (EVERY_SECOND, (2, 0, 2, 0)), {"shortconv.l_cache": 3}),
@@ -85,7 +85,7 @@ LATENT_ATTENTION: tuple[Architecture, ...] = (
     model("mistral4", (4, 1), MOE | SHARED_EXPERT | LATENT),
 )
 
-# Latent attention, and recurrent layers.
+# Some layers have latent attention, the others are recurrent.
 LATENT_HYBRID: tuple[Architecture, ...] = (
     model(
         "bailingmoe3",

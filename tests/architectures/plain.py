@@ -13,7 +13,8 @@ from tests.architectures.groups import (
 )
 
 PLAIN: tuple[Architecture, ...] = (
-    # Multi-head, grouped-query and multi-query attention, with common head sizes.
+    # The first three have multi-head, grouped-query and multi-query attention; head sizes are
+    # common ones.
     model("llama", (4, 4, 32), name="llama-mha"),
     model("llama", (4, 2, 64), name="llama-gqa"),
     model("llama", (4, 1, 128), name="llama-mqa"),

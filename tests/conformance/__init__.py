@@ -1,1 +1,3 @@
-"""Compare JSON schemas with the JSON-Schema-Test-Suite: see __main__.py."""
+"""Check which schemas of the JSON-Schema-Test-Suite are refused or enforced wrongly: see
+__main__.py.
+"""

@@ -1,4 +1,5 @@
-"""Print what is made of the JSON-Schema-Test-Suite, keyword by keyword.
+"""Count, for every keyword of the JSON-Schema-Test-Suite, schemas that are refused or enforced
+wrongly.
 
 python -m tests.conformance FOLDER [--cases FILE]
 
@@ -22,7 +23,10 @@ from tests.support.constraints import byte_texts, schema_takes
 
 
 def plain(schema: Any, *texts: str) -> list[bool]:
-    """Tell which texts llguidance takes with its own options; raises ValueError."""
+    """Return for each text whether llguidance accepts it under a schema, with its own options.
+
+    Raises ValueError if llguidance refuses the schema.
+    """
     grammar = json.dumps({"grammars": [{"json_schema": schema}]})
     found = []
     for text in texts:
@@ -35,7 +39,7 @@ def plain(schema: Any, *texts: str) -> list[bool]:
 
 
 def table(every: list[Case], takes: Callable[..., list[bool]]) -> dict[str, Counts]:
-    """Return the counts of every keyword."""
+    """Return, by keyword, the counts of schemas that are refused or enforced wrongly."""
     found: dict[str, Counts] = {}
     for case in every:
         found.setdefault(case.keyword, Counts()).add(judged(case, takes))
@@ -43,7 +47,7 @@ def table(every: list[Case], takes: Callable[..., list[bool]]) -> dict[str, Coun
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """Return the sum."""
+    """Return the sum of the counts of several keywords."""
     found = Counts()
     for each in counts:
         found.add(each)
@@ -51,7 +55,7 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 def shown(title: str, every: list[Case]) -> list[str]:
-    """Print the table of some cases, and return what is wrong."""
+    """Print a row per keyword, ours beside llguidance alone; return a line for each failure."""
     ours, theirs = table(every, schema_takes), table(every, plain)
     print(f"\n{title}: schemas, refused clearly, wrongly accepted, wrongly rejected")
     for keyword, counts in (*ours.items(), ("all", total(ours.values()))):
@@ -68,7 +72,7 @@ def shown(title: str, every: list[Case]) -> list[str]:
 
 
 def main() -> int:
-    """Run."""
+    """Judge every draft, and return 1 if a schema is enforced wrongly."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suite", type=Path)
     parser.add_argument("--cases", type=Path, help="further schemas with texts, as JSON")

@@ -1,4 +1,4 @@
-"""Read the JSON-Schema-Test-Suite, and judge what is made of its schemas."""
+"""Read the JSON-Schema-Test-Suite, and count its schemas that are refused or enforced wrongly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYWORDS_OF_TYPES = {
     "string": "minLength maxLength pattern format",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
-"""The types that keywords imply."""
+"""Each type of values, with the keywords that apply only to it, separated by spaces."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -31,7 +31,7 @@ _SINGLE = ("items", "additionalProperties", "additionalItems")
 
 @dataclass(frozen=True)
 class Case:
-    """A schema with texts, and whether each of them follows it."""
+    """Hold a schema with texts, and whether each text is valid under it."""
 
     keyword: str
     schema: Any
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass
 class Counts:
-    """What was made of the schemas of a keyword."""
+    """Count what happened to the schemas of one keyword."""
 
     schemas: int = 0
     refused: int = 0
@@ -49,7 +49,9 @@ class Counts:
     rejected: int = 0
     """Schemas for which a valid text was rejected."""
     failures: list[str] = field(default_factory=list)
-    """What a user must never see: errors that are no sentence of ours, and accepted texts."""
+    """Lines about what a user must never see: error messages that are not one clear sentence, and
+    invalid texts that are accepted.
+    """
 
     def add(self, other: Counts) -> None:
         """Add the counts of other schemas."""
@@ -72,9 +74,10 @@ def cases(suite: Path, draft: str) -> Iterator[Case]:
 
 
 def with_types(case: Case) -> Case | None:
-    """Return a case whose schema has the types that are implied; None if it has them already.
+    """Return a case whose schema states the types that its keywords imply; None if it states them
+    already.
 
-    What is valid then, the package jsonschema says.
+    The package jsonschema decides which texts are valid then.
     """
     schema = _typed(case.schema)
     if schema == case.schema:
@@ -84,15 +87,17 @@ def with_types(case: Case) -> Case | None:
         validator.check_schema(schema)
         judge = validator(schema)
         texts = [(text, judge.is_valid(json.loads(text))) for text, _ in case.texts]
-    except (SchemaError, Exception):  # References that lead out of the schema.
+    # A reference that leads out of the schema raises other errors.
+    except (SchemaError, Exception):
         return None
     return Case(case.keyword, schema, texts)
 
 
 def judged(case: Case, takes: Callable[..., list[bool]]) -> Counts:
-    """Count what `takes`, which gets the schema and texts, makes of a case.
+    """Count how the schema and the texts of a case are treated by `takes`.
 
-    It raises ValueError for a schema that it refuses; other errors are failures.
+    `takes(schema, *texts)` returns whether each text is accepted, and raises ValueError for a
+    schema that it refuses. Other errors are counted as failures.
     """
     counts = Counts(schemas=1)
     try:

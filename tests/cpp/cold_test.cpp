@@ -103,7 +103,7 @@ void test_narrower_is_close_and_stays(KvType type, ColdType cold, const KernelTa
         check_close(k_row(layout, page.data(), slot), k_row(layout, back.data(), slot), share);
         check_close(v_row(layout, page.data(), slot), v_row(layout, back.data(), slot), share);
     }
-    if (type != KvType::f16) return;  // q8_0 in between rounds the values of q4_0 again
+    if (type != KvType::f16) return;  // Pages of q8_0 would round the values of q4_0 again.
     codec.pack(back.data(), again.data());
     AlignedBytes twice(layout.bytes);
     codec.unpack(again.data(), kernels, twice.data());

@@ -80,13 +80,13 @@ private:
     std::vector<AlignedBytes> memory_;
 };
 
-// Holds a query row with what it sees and what it gets.
+// Holds a query row, which entries it sees, and what attention over them must give.
 struct Row {
     std::vector<float> query;  // [k_stride]
     std::int32_t position;
     float oldest;  // relative to the position
     float slope;
-    std::vector<double> logits{};          // kMaskedLogit: not seen
+    std::vector<double> logits{};          // kMaskedLogit where the row does not see the entry
     double max = kMaskedLogit, sum = 0.0;  // of the row's softmax
 
     void read(const Entries& entries, float softcap) {

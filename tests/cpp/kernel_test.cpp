@@ -177,7 +177,8 @@ void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows,
     test_kept(kernels, task);
 }
 
-// Tests logits of a decoded row: what it gives to its entries, and the log of their sum.
+// Tests the logits of a decoded row, the attention that each of its entries gets, and the log of
+// their sum.
 void test_logits(const KernelTable& kernels, const Entries& entries, std::mt19937& random) {
     const Row row = make_rows(entries, 1, false, false, 0.0f, random)[0];
     const std::vector<float> logits(row.logits.begin(), row.logits.end());
@@ -294,7 +295,7 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
     std::copy_n(entries.page(1), layout.bytes, target.data());
     std::vector<float> row(index(layout.k_dim));
     kernels.move_keys(layout, entries.page(0), 1, target.data(), 0, moves);
-    for (int i = 0; i < moves.n; ++i)  // Their scales are moved elsewhere.
+    for (int i = 0; i < moves.n; ++i)  // The scales of a type with blocks are moved elsewhere.
         copy_value(layout, entries.page(0), kGroupEntries + moves.from[i], target.data(),
                    moves.to[i]);
     bool moved = true;

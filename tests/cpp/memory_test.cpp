@@ -309,7 +309,7 @@ int count_mappings() {
     return n;
 }
 
-// Returns how much memory the process has, or 0 on a system that is not asked.
+// Returns the bytes of memory that the process has, or 0 on a system where this is not known.
 std::size_t resident_bytes() {
 #if defined(_WIN32)
     PROCESS_MEMORY_COUNTERS counters{};

@@ -146,14 +146,15 @@ void test_helpers_have_the_same_bits() {
     }
 }
 
-// Waits until helpers have computed all they can without a thread of the op; false after a while.
+// Waits until helpers have computed all they can without a thread of the op; returns false after
+// ten seconds.
 bool all_done(const std::function<bool()>& done) {
     for (int i = 0; i < 2000 && !done(); ++i)
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
     return done();
 }
 
-// Nobody waits for a helper, so these are the paths that timing decides otherwise.
+// Nobody waits for a helper, so that otherwise timing would decide which of these paths run.
 void test_what_helpers_finish_is_copied() {
     std::mt19937 random(10);
     const Problem problem(block_formats().front(), {200, 512, 300}, random);
@@ -218,7 +219,7 @@ void test_special_values() {
     }
 }
 
-// The compiler's own library, which not every system links, says the same about this CPU.
+// The compiler's own library, which not every system links, must report the same instruction sets.
 void test_instruction_sets() {
 #if defined(ENTROPYKV_X86) && defined(__linux__)
     __builtin_cpu_init();
@@ -242,7 +243,8 @@ void test_every_piece_is_taken_once() {
         for (const int n_pieces : {0, 1, 3, 97, 1000}) {
             std::vector<std::atomic<int>> taken(static_cast<std::size_t>(n_pieces));
             run_node(n_threads, [&](int t) {
-                if (t == n_threads - 1 && n_threads > 1) return;  // others take its range
+                // This thread never comes; others compute its range.
+                if (t == n_threads - 1 && n_threads > 1) return;
                 for (int i = 0; (i = ranges.take(n_pieces, t, n_threads)) >= 0;)
                     ++taken[static_cast<std::size_t>(i)];
             });

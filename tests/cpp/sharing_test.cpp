@@ -14,7 +14,7 @@ constexpr int kHeads = 2;
 constexpr int kMostSequences = 6;
 constexpr int kLargestPiece = 40;
 
-// Holds what a sequence had, in the pool and alone.
+// Holds an earlier state of a sequence, as it was in the pool and alone.
 struct Kept {
     std::unique_ptr<Checkpoint> checkpoint;
     std::vector<std::vector<std::byte>> states;

@@ -263,8 +263,8 @@ void test_threads() {
     }
 }
 
-// A store whose K and V lie elsewhere decides as one that holds them: here, in rows of floats that
-// follow what the entries say about their rows.
+// A store whose K and V lie elsewhere decides like one that holds them. Here they lie in rows of
+// floats, which are written and moved as the store's entries say.
 void test_keys_and_values_may_lie_elsewhere(const KernelTable& kernels) {
     constexpr int kHeads = 2, kBudget = 90;
     const LayerShape here{4, kHeads, 32, 32};
@@ -463,7 +463,8 @@ void test_random_operations(KvType type, ScoreKind score, unsigned seed) {
     settings.freezing = freezings()[seed % 3];
     if (seed >= 4 && (score == ScoreKind::mass || score == ScoreKind::attention))
         settings.importance.expected_lookups = 0.5f;
-    const bool echoes = settings.importance.predicts() && seed % 3 != 2;  // A schedule takes none.
+    // Stores that freeze by a schedule take no echoes.
+    const bool echoes = settings.importance.predicts() && seed % 3 != 2;
     HeadStore store({shape}, settings);
     set_predictor(store);
     const int n_threads = 3;

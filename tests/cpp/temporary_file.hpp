@@ -20,7 +20,7 @@ constexpr bool kMapsFiles = false;
 constexpr bool kMapsFiles = true;
 #endif
 
-// Returns what platform/file_access.hpp calls a file.
+// Returns the number by which platform/file_access.hpp knows a file.
 inline int number_of(std::FILE* file) {
 #if defined(_WIN32)
     return static_cast<int>(static_cast<std::intptr_t>(_get_osfhandle(_fileno(file))));
@@ -29,7 +29,7 @@ inline int number_of(std::FILE* file) {
 #endif
 }
 
-// The file is removed at the end.
+// Holds a file without a name, which the system removes when the object ends.
 class TemporaryFile {
 public:
     TemporaryFile() : file_(std::tmpfile()) {

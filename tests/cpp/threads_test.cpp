@@ -86,7 +86,7 @@ void test_helpers_work_until_they_rest() {
             --within;
             return there_is_work.load();
         });
-        helpers.rest();  // nobody is there
+        helpers.rest();  // No helper runs yet.
         for (const int n : {3, 1, 2}) {
             for (std::atomic<int>& times : helped) times = 0;
             there_is_work = true;

@@ -1,5 +1,5 @@
 // Decodes ggml's blocks of quantised weights one value at a time, as the kernels of products must.
-// Written after the format, not after the kernels.
+// It follows the definition of the format, not the kernels.
 #pragma once
 
 #include <cstddef>

@@ -55,7 +55,7 @@ class Header:
     version: int
     n_tensors: int
     keys: dict[str, bytes]
-    """The bytes of each key and its value."""
+    """The bytes of each key together with its value, by the key's name."""
     tensors: bytes
     data: bytes
     alignment: int
@@ -94,7 +94,7 @@ class Header:
 
 
 def damaged_value(chance: random.Random) -> bytes:
-    """Return type and value of a key as no sensible file has them."""
+    """Return the bytes of a type and a value that no sensible file has for a key."""
     kind = chance.choice(list(GGUFValueType))
     if kind == GGUFValueType.ARRAY:
         item = chance.choice([*_FORMATS, GGUFValueType.STRING])
@@ -143,7 +143,9 @@ def headers(folder: Path) -> list[Header]:
 
 
 def cases(headers: list[Header], seed: int, *, removed: bool = True) -> Iterator[tuple[str, bytes]]:
-    """Yield what was done, and the file: first every key is removed once, then random damage."""
+    """Yield what was done to a file, and its bytes: first every key is removed once, then one key
+    is damaged at random, without end.
+    """
     chance = random.Random(seed)
     for header in headers:
         for key in header.keys if removed else ():

@@ -14,7 +14,7 @@ from tests.support.tiny_models import write_bitnet, write_llama
 from tests.support.tiny_writer import TinyRope
 
 SERVED = ("plain", "windowed", "shared keys", "hybrid", "latent", "latent hybrid", "ALiBi")
-"""The kinds of architectures that the headwise store serves."""
+"""The kinds of architectures that the headwise store serves, as keys of ARCHITECTURES."""
 WIDE_GROUPS = (
     model("deci", ((72, 4, 8), (1, 2, 1), 16), name="deci-72", layers=3),
     model("deci", ((4, 130), (2, 1), 16), name="deci-130", layers=2),
@@ -32,7 +32,7 @@ _MOST_WIDTH = 1024
 
 @dataclass(frozen=True)
 class FuzzModel:
-    """Hold a model file, and what the checks need to know about it."""
+    """Hold a model file, and the facts about it that the checks need."""
 
     path: Path
     name: str
@@ -66,7 +66,8 @@ def architecture_model(description: Architecture, folder: Path) -> FuzzModel:
         description.n_vocab,
         trained,
         description.rounding,
-        gives_last_row=description.name != "cogvlm",  # Its graph returns those of the first token.
+        # cogvlm's graph returns the logits of the first token instead.
+        gives_last_row=description.name != "cogvlm",
     )
 
 

@@ -1,4 +1,4 @@
-"""Choose random operations of a session, and execute them; a list can be executed again."""
+"""Choose random operations of a session, and execute them; the same list can be executed again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Operation:
         return f"{self.name}({', '.join(shown)})"
 
     def do(self, session: Session) -> None:
-        """Call the session; errors are passed on."""
+        """Call the session; its errors are not caught."""
         OPERATIONS[self.name](session, *self.values)
 
 
@@ -58,7 +58,8 @@ def _generate(session: Session, n: int, temperature: float, stop_early: bool) ->
                 if stop_early and count == n // 2:
                     break
         except ContextError:
-            # The text has reached the length that the model was trained for, behind its last token.
+            # The text has reached the trained length, and the last token that was yielded cannot be
+            # read.
             if n_yielded == 0:
                 raise
 

@@ -1,4 +1,4 @@
-"""Choose random settings of a session, including impossible ones."""
+"""Choose random settings of a session, some of which are impossible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dic
 
 
 def random_drafts(chance: random.Random, draft_model: Path) -> dict[str, Any]:
-    """Return who drafts: nobody, the text itself, or a model."""
+    """Return options of drafting: none, from the text itself, or by a draft model."""
     kind = chance.choice(("none", "ngram", "ngram", "draft"))
     drafts: dict[str, Any] = {"spec_type": kind, "draft_max": chance.choice((1, 3, 15, 63))}
     if kind == "draft":

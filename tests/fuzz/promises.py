@@ -41,7 +41,9 @@ def heads_of(session: Session) -> Heads:
 
 
 def frozen_positions(session: Session, layer: int, head: int) -> Positions:
-    """Return the frozen positions of one KV head, ascending; none in the flat store."""
+    """Return the frozen positions of one KV head, ascending; empty without freezing and in the flat
+    store.
+    """
     if session.cache.store == "flat" or not session.config.freezing:
         return np.empty(0, np.int32)
     core = session._slot.store.core  # type: ignore[attr-defined]
@@ -77,7 +79,7 @@ def observable(session: Session) -> tuple[Any, ...]:
 
 @dataclass
 class Watch:
-    """Hold what was promised so far; check() compares a session with it after each operation."""
+    """Hold what was promised so far, and compare a session with it after each operation."""
 
     session: Session
     certain_from: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -86,14 +88,16 @@ class Watch:
     """
     largest_budget: int = 0
     tells_all: bool = True
-    """True if evictions count every entry that is gone; truncate() also removes some."""
+    """True while the session counts every entry that is gone as evicted; truncate() removes some
+    uncounted.
+    """
     pure: bool = True
-    """True if the session never rolled back to a position that it cannot return to."""
+    """True while the session never rolled back to a position that it cannot return to."""
     seen: dict[tuple[int, ...], list[list[int]]] = field(default_factory=dict)
     """Snapshots of a session that only read on, by the tokens that it had read."""
 
     def __post_init__(self) -> None:
-        """Start without any token."""
+        """Record the promises of a session that has read nothing."""
         self.heads = heads_of(self.session)
         self.certain_from = dict.fromkeys(self.heads, 0)
         self.windows = _windows(self.session)
@@ -151,7 +155,7 @@ class Watch:
             ):
                 require(
                     self.windows[layer][0]
-                    or ours == then,  # Entries that left a window may exist or not.
+                    or ours == then,  # Entries that had left a window may be there or not.
                     f"can_return_to({position}) promised the entries of a session that never read "
                     "on",
                 )

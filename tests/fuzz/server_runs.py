@@ -29,11 +29,11 @@ from tests.fuzz.session_runs import say
 from tests.support.running_server import Server
 
 SECONDS = 20.0
-"""Seconds of attacks in one run."""
+"""Seconds of attacks in one run, half of them before memory is measured the first time."""
 N_CLIENTS = 6
 VALID_SHARE = 0.5
 MOST_REQUESTS = 200
-"""The most requests of each client, in half of the time."""
+"""The most requests that each client sends in half of a run."""
 MOST_HEALTH_SECONDS = 1.0
 IDLE_SECONDS = 30.0
 """Seconds after the last request in which everything must have ended."""
@@ -99,7 +99,7 @@ Seconds in which other processes had the cores do not count.
 
 @dataclass(frozen=True)
 class _Footprint:
-    """Hold what an idle server uses."""
+    """Hold the resources that an idle server uses."""
 
     threads: int
     files: int
@@ -133,7 +133,7 @@ def _attacked(seed: int, server: Server) -> Counter[str]:
     with watched(port, server.process.pid) as late:
         try:
             _attack(clients)
-            half = _footprint(server, port, _ANY, _ANY)  # By now, memory has reached its size.
+            half = _footprint(server, port, _ANY, _ANY)  # Memory has reached its final size by now.
             _attack(clients)
             after = _footprint(server, port, before.threads + 2, before.files + 2)
             broken += _more(replace(before, rss=half.rss), after)
@@ -152,7 +152,7 @@ def _attack(clients: list[_Client]) -> None:
 
 
 def _more(before: _Footprint, after: _Footprint) -> list[str]:
-    """Return a sentence for each resource that the server uses more of than before."""
+    """Return a line for each resource of which the server uses more than before."""
     allowed = {"threads": 8, "files": 2, "rss": MORE_BYTES, "pool_bytes": 0}
     return [
         f"{name}: {getattr(before, name)} before, {getattr(after, name)} in the end"
@@ -273,5 +273,5 @@ def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int
         threads, files = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
         if (threads <= most_threads and files <= most_files) or time.monotonic() > ends:
             return _Footprint(threads, files, server.rss(), _figures(server)["kv_bytes_now"])
-        get(port, "/v1/kv")  # Another call releases spare threads.
+        get(port, "/v1/kv")  # Another request lets the server release spare threads.
         time.sleep(0.5)

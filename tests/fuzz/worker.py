@@ -33,7 +33,7 @@ def answer(name: str, folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer each line of standard input until it ends."""
     folder = Path(sys.argv[1])
     for line in sys.stdin:
         print(json.dumps(answer(line.strip(), folder)), flush=True)

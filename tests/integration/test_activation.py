@@ -153,7 +153,9 @@ class HookedContext:
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 def test_the_op_is_exact(relu2_model: Path, expected: Logits, n_threads: int) -> None:
-    """Graphs of several sizes, and reused ones: single tokens reuse the graph of the first one."""
+    """Decode in micro-batches of several sizes, and in reused graphs: single tokens reuse the first
+    one's.
+    """
     with HookedContext(relu2_model, 3, n_threads) as hooked:
         rows = []
         for step in (32, 7, *[1] * 60, 31, *[1] * 20):

@@ -108,7 +108,7 @@ CALL_AND_MORE = r"""
 root ::= "<tool_call>" call "</tool_call>" [a-z ]*
 call ::= "{\"name\": \"weather\", \"arguments\": {\"city\": \"Rome\"}}"
 """
-"""A grammar of answers that go on behind a call."""
+"""A grammar of answers that go on after a tool call."""
 
 
 @pytest.mark.parametrize("stream", [False, True])

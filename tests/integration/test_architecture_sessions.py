@@ -31,7 +31,7 @@ def path(name: str, tmp_path: Path) -> Path:
 
 @some("gemma2", "gemma3", "gemma4", "gpt-oss", "phi3", "jamba", "qwen3next", "bloom", "deepseek2")
 def test_micro_batches_of_any_size_and_tokens_after_them(name: str, path: Path) -> None:
-    """Prompts that are shorter than a micro-batch and longer, against stock llama.cpp."""
+    """Prompts shorter and longer than a micro-batch, and tokens after them, give stock's logits."""
     tokens = tokens_for(606)
     stock = StockSession(path, n_ctx=768, n_threads=1, flash=False)
     expected = read(stock, tokens, 512)
@@ -64,7 +64,7 @@ def test_windows_of_8192_tokens_that_do_not_slide(name: str, tmp_path: Path) -> 
 @some("gemma2", "gemma3", "gpt-oss", "step35")
 @pytest.mark.parametrize("policy", ["uniform", "adaptive"])
 def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, path: Path) -> None:
-    """This includes a rollback into a prompt at whose end entries outside the windows were
+    """Rolling back works also within a prompt at whose end entries outside the windows were
     dropped.
     """
     tokens, after = tokens_for(250), tokens_for(12, seed=8)
@@ -93,7 +93,7 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
 def test_the_flat_store_goes_back_as_far_as_windows_hold(
     name: str, n_sinks: int, path: Path
 ) -> None:
-    """llama.cpp puts tokens after a truncate() into cells outside the windows."""
+    """llama.cpp puts tokens that follow a truncate() into cells outside the windows."""
     options = {"store": "flat", "n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16"}
     tokens, others = tokens_for(447), tokens_for(16, seed=3)
     with Session(path, n_sinks=n_sinks, **options) as session:
@@ -126,11 +126,13 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
 
 @some("gemma3", "jamba", "bloom")
 def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None:
-    """After recurrent layers, or with another text beyond a window, it is read again."""
+    """After recurrent layers, or if it changes further back than a window, the prompt is read
+    again.
+    """
     llm = EntropyLlama(str(path), n_ctx=512, kv_budget=1.0, n_ubatch=64, **QUIET)
     reads = Reads(llm)
     prompt = tokens_for(200)
-    # They are read from the beginning of the micro-batch: 192, 0.
+    # Reading begins again where a micro-batch begins: at 192, and at 0.
     for changed, n_again in ((3, 9), (150, 201)):
         llm.reset()
         llm.eval(prompt)

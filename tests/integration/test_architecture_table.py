@@ -117,8 +117,9 @@ def test_models_of_one_architecture_share_a_row_where_they_are_served_alike() ->
 
 
 def check_or_end(model: Architecture) -> ArchitectureCheck:
-    """Run what a worker may run; it is found by name, because the worker is a process of
-    its own.
+    """Check a model, except two: end the process for one, raise an error for the other.
+
+    A worker process finds this function by its name.
     """
     if model.name == "mamba":
         os._exit(3)

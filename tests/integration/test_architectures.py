@@ -31,7 +31,7 @@ def bytes_cached_for_a_token(path: Path) -> float:
     return (sizes[1] - sizes[0]) / 16
 
 
-# Why the headwise store refuses, by kind; it serves all other kinds.
+# The reason for which the headwise store refuses each of these kinds; it serves all others.
 REFUSALS = {
     "recurrent": "only recurrent layers",
     "sparse": "not the KV cache|computed in its graph|several kinds of keys",
@@ -129,7 +129,7 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
 
 @pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
 def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> None:  # noqa: ARG001
-    """The numbers are the same for every number of threads."""
+    """The kept positions and logits are the same for every number of threads."""
     tokens = tokens_for(138)
     runs = []
     for kv_budget, n_threads in ((0.5, 1), (0.25, 1), (0.25, 2), (0.25, 3), (0.25, 4)):
@@ -188,7 +188,7 @@ def test_what_a_window_cannot_use_goes_to_other_layers(model: Architecture, path
         read(session, tokens_for(20), 1)
         assert session.text.held().can_return_to(
             155
-        )  # Entries outside the window are dropped only at 150.
+        )  # Entries outside the window are dropped only when the text has 150 tokens.
 
 
 @every_model
@@ -281,12 +281,12 @@ def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Pa
             stats, n_heads = session.stats(), session._slot.store.facts.n_kv_heads
             full.append(stats.kv_bytes_full / n_tokens)
     full.append(plan.kv_bytes_f16 / n_ctx)
-    # Its header declares heads of two sizes, but not which layers have them.
+    # The header of gemma4 declares heads of two sizes, but not which layers have them.
     if model.name == "gemma4":
         full = full[1:2]
     cached = bytes_cached_for_a_token(path)
     assert all(0 < cached - ours <= 24 for ours in full)  # llama.cpp also stores positions.
-    # A header does not tell which layers have windows.
+    # A header does not say which layers have windows.
     if model not in ARCHITECTURES["shared keys"]:
         assert plan.budget_bytes == stats.kv_bytes_budget
         assert stats.kv_bytes_budget < 0.6 * n_ctx * (full[1] + 8 * n_heads)

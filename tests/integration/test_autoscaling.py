@@ -32,11 +32,11 @@ OPTIONS = {
 }
 TEXT = "the winding road to the land of the king is far from the sea and " * 12
 RAYS_PATIENCE = 20
-"""After how many seconds Ray Serve kills a replica that has requests, by default."""
+"""Seconds after which Ray Serve kills a replica that still has requests, by default."""
 
 
 class Load:
-    """Ask on and on, with more clients than a replica answers at a time."""
+    """Send requests without a pause, with more clients than a replica answers at a time."""
 
     def __init__(self, served: Served, clients: int) -> None:
         self.replicas: set[str] = set()
@@ -55,7 +55,7 @@ class Load:
         return answered
 
     def end(self) -> list[int]:
-        """Return how many answers each client got; all requests that were sent have one."""
+        """Stop sending; return how many answers each client got, which is one for every request."""
         self._end.set()
         answered = [asking.result(120) for asking in self._asking]
         self._threads.shutdown()
@@ -86,7 +86,9 @@ class LongAnswer:
         raise AssertionError(f"an answer ended after {self.lines} lines")
 
     def goes_on(self, lines: int) -> bool:
-        """Say whether there are more lines than so many; raises what ended the answer."""
+        """Tell whether more than `lines` lines have come; raise the error that ended the answer, if
+        any.
+        """
         if self._reading.done():
             self._reading.result()
         return self.lines > lines

@@ -55,8 +55,8 @@ def test_weights_and_attention_are_told_apart(tiny_llama: Path) -> None:
         for phase in ("prompt", "decode"):
             parts = [work for work in row.works if work.phase == phase]
             assert sum(work.share for work in parts) == pytest.approx(1)
-        # 16 steps use every weight each; the embedding does not count if the head is another
-        # matrix.
+        # Each of 16 steps uses every weight; the embedding does not count if the output head is
+        # another matrix.
         weights = by_name["decode", "weights"]
         read = weights.bytes_per_second * weights.seconds / 16
         assert 0.3 * geometry.weights_bytes < read < 1.01 * geometry.weights_bytes

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.browser
 DEMO = shipped.DEMOS["bitnet"]
 CONTEXT: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
 ENDED = "/v1/kv/text"
-"""The page may ask for a text whose conversation has just ended: that of a reading."""
+"""The route that may answer 404: the page asks for the text of a conversation that has just ended.
+"""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 GONE = "net::ERR_"
 REFUSED = "status of 401"
@@ -69,7 +70,7 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
 
 
 def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: Path) -> None:
-    """Also by a second conversation, and after the page was loaded again."""
+    """A second conversation can ask about it, too, and so can a page that was loaded again."""
     keep = tmp_path / "kept"
     usual = ("-c", 16384, "-t", 1, "--kv-budget", 4096, "--policy", "adaptive")
     with Server("--documents", keep, usual=usual) as running:
@@ -79,7 +80,7 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         drop(page, "The old book.txt", text * 7)
         chip = page.page.get_by_role("group", name="Document The-old-book")
         chip.get_by_role("progressbar").wait_for()
-        page.ask(DEMO.question)  # It waits for the document.
+        page.ask(DEMO.question)  # The answer waits until the document is read.
         page.finished()
         assert page.answers()[0]
         page.page.get_by_text("Passages that this answer looked at").click()
@@ -107,7 +108,9 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
 def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
     browser: Any, tmp_path: Path, policy: str
 ) -> None:
-    """The profile of the shipped model predicts what is looked up, and measures nothing."""
+    """The shipped model's profile predicts which entries are looked up, so attention is not
+    measured.
+    """
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", policy)
     with Server("--documents", tmp_path, usual=usual) as running:
         page = Watched(browser, running.url, **CONTEXT)
@@ -150,7 +153,7 @@ def figures(server: Server) -> Any:
 
 
 def write_on(route: Any) -> None:
-    """Let the answer go on until it is stopped."""
+    """Change a request so that its answer goes on until it is stopped."""
     asked = route.request.post_data_json
     most = ENDLESS // 2
     route.continue_(post_data=json.dumps(asked | {"max_tokens": most, "min_tokens": most}))
@@ -284,13 +287,13 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     page.page.get_by_role("button", name="Show the whole text").wait_for()
     page.page.keyboard.press("0")
     shaded = page.page.locator(".tokens .t")
-    shaded.nth(100).wait_for(state="attached")  # The text is shown after the map.
+    shaded.nth(100).wait_for(state="attached")  # The text is shown after the map of the cache.
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
 
 
 def test_the_map_keeps_its_place_where_the_page_changes(page: Watched) -> None:
-    """Pointing must not move what is pointed at, and the mark must follow another size."""
+    """Pointing at the map does not move it, and the mark follows when the page changes its size."""
     page.settings(Longest_answer=4)
     page.page.set_input_files("input[type=file]", str(DEMO.document))
     page.ask(DEMO.question)
@@ -341,7 +344,9 @@ def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
 
 
 def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
-    """Ask something, and return what the server then sends: model, picture, and a conversation."""
+    """Ask a question; return what the server sends then: the model, the state, and one
+    conversation.
+    """
     page.settings(Longest_answer=4)
     page.ask(DEMO.question)
     page.finished()
@@ -350,7 +355,7 @@ def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
 
 
 def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server: Server) -> None:
-    """The server sends nothing then."""
+    """While nothing happens, the server sends nothing."""
     model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
@@ -433,7 +438,8 @@ def test_a_stream_that_ends_is_followed_by_the_next_without_a_gap(page: Watched)
 
     page.page.route("**/v1/kv/stream*", shorten)
     page.page.reload()
-    page.page.wait_for_timeout(1000)  # The first stream is another one, until the map is there.
+    # The first stream belongs to no conversation; it lasts until the map is shown.
+    page.page.wait_for_timeout(1000)
     gaps: list[float] = []
     deadline = time.monotonic() + 60
     while len(gaps) < 3:

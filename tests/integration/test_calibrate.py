@@ -27,8 +27,8 @@ from tests.support.tiny_models import write_llama
 
 
 def attention_of(path: Path, tokens: list[int]) -> Sequence[tuple[npt.NDArray[Any], ...]]:
-    """Return q, k, v and weights of every layer, [head][token]; k and v are repeated for query
-    heads.
+    """Return q, k, v and attention weights of every layer, each [head][token][...]; k and v are
+    repeated for every query head.
     """
     model = ModelReference(path, "silu")
     model.stored = reference.round_f16
@@ -51,7 +51,7 @@ def test_rows_are_those_of_the_definition(model: str, request: pytest.FixtureReq
     expected = entropies_of(path, tokens)
     for n_ubatch in (512, 40):
         with Observer(path, n_ctx=256, n_threads=2, n_ubatch=n_ubatch) as observer:
-            # This reading must not influence the next one.
+            # An earlier text must not influence the next one.
             observer.entropies(tokens_for(200, seed=9))
             rows = observer.entropies(tokens)
         # A key between two values of f16 may be rounded to the other one.
@@ -101,7 +101,9 @@ def test_another_seed_reads_other_texts(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("n_ubatch", [512, 300])
 def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> None:
-    """Importance, choice, mass and outputs are computed from the definition, in float64."""
+    """Importance, kept entries, attention mass and outputs are computed in float64 from their
+    definitions.
+    """
     rules = CurveRules.for_length(320)
     tokens = tokens_for(rules.length)
     with Observer(tiny_llama, n_ctx=320, n_threads=2, n_ubatch=n_ubatch) as observer:
@@ -131,7 +133,7 @@ def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> Non
 
 
 def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
-    """The reference hides what the layer has dropped from all later queries."""
+    """In the reference, later queries do not see what the layer has dropped."""
     tokens = tokens_for(320)
     half, n_continued, n_repeated = 160, 40, 20
     with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:
@@ -197,7 +199,9 @@ def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_p
 
 
 def test_a_model_of_the_same_shape_is_noted(tiny_llama: Path, tmp_path: Path) -> None:
-    """Another quantisation of the same weights gets no note."""
+    """A file of another model with the same shape is noted, but not another quantisation of the
+    same weights.
+    """
     shape = {"n_layer": 3, "n_head": 6, "n_head_kv": 2, "head_dim": 32}
     for seed, noted in ((0, False), (1, True)):
         other = tmp_path / f"{seed}.gguf"

@@ -60,7 +60,7 @@ def test_shorter_curves_than_wanted_are_told(
 def test_no_file_is_replaced_without_force(
     tiny_llama: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    """Keep every file: a calibrated profile, one that an earlier version has learnt, any other."""
+    """No file is replaced: neither a calibrated profile, nor one that was learnt, nor any other."""
     output = tmp_path / "out.json"
     if content == "{":
         output.write_text(content, encoding="utf-8")

@@ -57,7 +57,9 @@ def long_texts(n: int = 5) -> list[Text]:
 def test_what_is_compared_is_what_the_definition_says(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """A passage is read inside a fraction of its bytes in f16; the model goes on, and answers."""
+    """The reference reads a passage inside a fraction of its f16 bytes, continues it, and answers
+    questions.
+    """
     tokens = tokens_for(640 + 64 + 9)
     read, following, question = tokens[:640], tokens[640:704], tokens[704:709]
     request = tokens[709:]
@@ -138,7 +140,7 @@ def test_figures_are_those_of_the_passages(
     known = np.array([True, False, True, True, False, True])
     right = np.zeros((4, 2, 6), bool)
     right[2] = True
-    right[3, 0, 5] = True  # The full cache knows it as the first text's fourth fact.
+    right[3, 0, 5] = True  # The model with a full cache knows the fourth fact of the first text.
 
     def step(*_: object) -> list[tuple[np.ndarray, ...]]:
         return [(kl, kl, 0.25, known, right), (3 * kl, 5 * kl, 0.75, ~known, right)]

@@ -25,7 +25,8 @@ def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
     predictor = profile.predictor
     assert predictor is not None
     assert predictor.shape == (2, 2, 2)
-    assert predictor.n_tokens == 4 * (96 - N_SINKS)  # The last text has chosen the ridge.
+    # The last text was kept apart to choose the ridge.
+    assert predictor.n_tokens == 4 * (96 - N_SINKS)
     assert predictor.correlation is not None
     assert predictor.correlation > 0.4
     assert predictor.lookups is not None
@@ -68,7 +69,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 def test_the_end_of_a_single_text_chooses_the_ridge(tiny_llama: Path) -> None:
     read: list[int] = []
-    text = tuple(tokens_for(640))  # It exceeds a chunk.
+    text = tuple(tokens_for(640))  # The text is longer than a chunk.
     settings = StepSettings.of(tiny_llama, n_ctx=640, n_threads=2)
     predictor = fit_by_echoes(Spread(), settings, [text], read.append)
     assert predictor.n_tokens == 640 - N_SINKS

@@ -21,14 +21,16 @@ from training.facts import Writer
 
 
 def documents(model: Path) -> list[list[int]]:
-    """Return documents of facts that the package's model can answer questions about."""
+    """Return documents of facts about which the package's model can answer questions."""
     with Session(model, n_ctx=64, n_threads=1) as session:
         words = [Writer(f"trust {seed}").test_document(600, 4)[0] for seed in range(2)]
         return [session.tokenize("".join(of_text[1:-1]), add_bos=True)[:512] for of_text in words]
 
 
 def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
-    """Return a predictor that predicts nothing, except the opposite in one KV head."""
+    """Return a predictor that favours no entry, except in one KV head, where it predicts the
+    opposite.
+    """
     weights = [np.zeros_like(of_layer) for of_layer in predictor.weights]
     for of_layer in weights:
         of_layer[:, -1] = -30.0
@@ -40,7 +42,7 @@ def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
 
 
 def test_a_head_that_predictions_mislead_goes_without() -> None:
-    """Where nothing is predicted, nothing gets worse, and trust stays.
+    """Where nothing is predicted, nothing gets worse, and trust stays 1.
 
     Layer 0 is left out: its attention is so concentrated that even the smallest share, 2^-20,
     matters.
@@ -87,7 +89,9 @@ def scores(model: Path, profile: EntropyProfile, policy: str) -> list[np.ndarray
 def test_sessions_add_no_predictions_where_there_is_no_trust(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The measure `predicted` has nothing else to rank by, and predicts as before."""
+    """The measure `predicted` has nothing else to rank by, so it uses the predictions without
+    trust, too.
+    """
     assert profile.predictor is not None
     trust = np.ones((len(profile.predictor.shape), 2))
     trust[1, 0] = 0.0

@@ -25,7 +25,9 @@ from tests.support.chats import GREEDY, Chat, open_plain
 
 
 def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Raise Ctrl-C in one call of a function."""
+    """Return a function that presses Ctrl-C in its call number `at`, and calls the given one each
+    time.
+    """
     calls = []
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -94,7 +96,7 @@ class _Terminal:
         os.close(slave)
 
     def until(self, end: str) -> str:
-        """Return what is shown until it ends with `end`."""
+        """Read what is shown until it ends with `end`, at most a minute; return it."""
         shown = ""
         limit = time.monotonic() + 60
         while not shown.endswith(end):
@@ -139,7 +141,8 @@ def test_a_narrow_terminal(tmp_path: Path) -> None:
 
 def test_what_was_typed_comes_back_in_the_next_chat(tmp_path: Path) -> None:
     pytest.importorskip("readline")
-    for typed in ("/history\n", "\x1b[A" * 2 + "\n"):  # The second one presses arrow up.
+    # The second entry is arrow up, pressed twice.
+    for typed in ("/history\n", "\x1b[A" * 2 + "\n"):
         terminal = _Terminal("chat", "--demo", "bitnet", *GREEDY, cache=tmp_path)
         terminal.until("> ")
         assert "No turns yet." in terminal.type(typed)

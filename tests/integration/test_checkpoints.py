@@ -122,8 +122,8 @@ def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
 def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens if something was evicted or layers are recurrent, because later ones cannot be
-    cut.
+    """If something was evicted, or layers are recurrent, later checkpoints cannot be cut to an
+    earlier end.
     """
     monkeypatch.setattr(session_text, "INTERVAL", 2 * PIECE)
     if name != "llama":
@@ -133,7 +133,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
         session = pool.session()
         session.decode(SYSTEM)
         assert pool.stats().checkpoints > 0
-        end = 6 * PIECE  # There is the prompt's last checkpoint.
+        end = 6 * PIECE  # The last checkpoint of the prompt is there.
         text = [*SYSTEM[: end + 3], 7, 8, 9]
         assert session.text.return_to_checkpoint(text)
         assert session.position == end
@@ -144,7 +144,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
 
 
 def test_who_begins_the_same_goes_on_from_it(model: Path) -> None:
-    """N users with the same system prompt read it once, even after its first user has gone."""
+    """Users with the same system prompt read it once, even after the first of them has gone."""
     questions = [[7, 8, 9, n] for n in range(20, 24)]
     with pool_of(model, n_sequences=4, kv_budget=4 * N_CTX) as pool:
         with pool.session() as first:
