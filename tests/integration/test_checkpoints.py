@@ -227,7 +227,9 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
 def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     model: Path, n_tokens: int
 ) -> None:
-    """A prompt may end with a micro-batch of one token, which does not count as written."""
+    """A checkpoint is kept at the end of a prompt, also if its last micro-batch is one token like a
+    written one.
+    """
     llm = EntropyLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
     prompt = SYSTEM[:n_tokens]
     ask: dict[str, Any] = {"temp": 0.0}
@@ -258,11 +260,11 @@ def test_the_last_prompt_is_not_read_again_whatever_its_length(model: Path) -> N
 def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> None:
     """The pool reports all memory that numpy and array use for checkpoints."""
     with Pool(model, n_ctx=N_CTX, n_sequences=2, kv_budget="8MiB", checkpoints="16KiB") as pool:
-        # Short texts: their entries take little memory besides the pool.
+        # The texts are short, so that their entries take little memory outside the pool.
         for first in range(3, 43):
             with pool.session() as session:
                 written(session, [first, 7, 9, 11], 3)
-                session.decode([5, 6])  # A turn: the answer has a checkpoint, too.
+                session.decode([5, 6])  # A second turn, whose answer gets a checkpoint, too.
         stats, kept = pool.stats(), pool.runner.kept_texts.checkpoints
         texts = [each.text for each in kept]
         arrays = {id(a): a for t in texts for a in (t.logits, t.parts._logits) if a is not None}
@@ -282,6 +284,7 @@ def test_only_checkpoints_at_the_end_of_a_prompt_hold_logits(model: Path) -> Non
         assert answer.text.logits is answer.text.parts._logits is None
         assert session.text.return_to_checkpoint(SYSTEM)
         assert_equal(again(session, 6), rows)
-        session.decode([5, 6])  # The same turn again: the logits of the prompt are still kept.
+        # The same turn comes again; the logits of the prompt are still kept.
+        session.decode([5, 6])
         assert session.text.return_to_checkpoint(SYSTEM)
         assert session.logits is not None

@@ -98,11 +98,12 @@ def test_prompt_from_stdin_and_flat_store(tiny_llama: Path) -> None:
 
 @pytest.mark.needs("signal.SIGKILL")
 def test_interrupt_ends_cleanly_with_the_table(smollm2: Path) -> None:
-    prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
+    # The model does not end its answer to this prompt soon.
+    prompt = "Once upon a time, in a village by the sea,"
     options = ("-m", str(smollm2), "-p", prompt, "--no-chat", "--temp", "0", "-c", "4096")
     with started("run", *options) as process:
         assert process.stdout is not None
-        process.stdout.read(1)  # The generation has begun.
+        process.stdout.read(1)  # This character shows that generation has begun.
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

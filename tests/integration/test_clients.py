@@ -23,7 +23,7 @@ pytestmark = [
 
 MODEL = "tiny"
 MOST_TOKENS = 400
-"""JSON may have spaces between any two of its parts, and a tiny model writes many of them."""
+"""The most tokens of an answer in JSON: a tiny model writes many spaces between its parts."""
 
 
 class Weather(BaseModel):
@@ -147,7 +147,7 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server_of_every_route(tmp_path: Path) -> Iterator[Server]:
-    """Run a server with the options without which some routes answer 501."""
+    """Run a server with the options that every route needs; without them, some answer 501."""
     files = ("--documents", tmp_path / "documents", "--slot-save-path", tmp_path / "slots")
     yield from served("--alias", MODEL, "--api-key", KEY, *files)
 
@@ -205,7 +205,7 @@ def test_the_server_does_what_its_description_says(
 
             try:
                 check()
-            except Unsatisfiable:  # A route without parameters has no invalid requests.
+            except Unsatisfiable:  # For a route without parameters, no invalid request can be made.
                 assert mode is GenerationMode.NEGATIVE
             except FailureGroup as group:
                 wrong += [f"{operation.label}: {failure}" for failure in group.exceptions]
@@ -215,8 +215,10 @@ def test_the_server_does_what_its_description_says(
 
 
 def _shorten(case: Any) -> None:
-    """Limit a request to a few tokens or to a second, because only the form is tested."""
-    # What is out of range stays, because it must be refused.
+    """Limit a request to two tokens or to a second, because only the form of the answer is
+    tested.
+    """
+    # A value out of range stays, because the server must refuse it.
     if case.path == "/v1/kv/stream" and case.query.get("seconds", 3600) in range(1, 3601):
         case.query["seconds"] = 1
     body = case.body

@@ -1,6 +1,6 @@
 """Closing something that others use gives them an exception, and the process continues.
 
-Tests with threads run in a process of their own, because earlier failures ended it.
+Tests with threads run in a process of their own, because a failure could end the process.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ GRAMMARS = {
     "escapes": r'root ::= "\x41\u00e9\U0001F600"* ("b"|) [^\x00-\x40]+',
 }
 SLOW = {"anyOf": [{"type": "integer", "multipleOf": 1009 + 2 * i} for i in range(50)]}
-"""It would be compiled for minutes."""
+"""A schema whose compilation would take minutes."""
 
 
 @pytest.fixture(scope="module", params=["demo", "smollm2"])
@@ -73,9 +73,9 @@ def masked(sampler: Any, n_vocab: int) -> set[int]:
 def whole_texts(model: Model) -> set[int]:
     """Return the tokens that consist of whole characters, and are no control tokens.
 
-    Control tokens are no text here, and llama.cpp takes their names as text; it never allows a null
-    character. Of other tokens, llama.cpp refuses some that are valid, and allows bytes that belong
-    to no character.
+    These are the tokens about which llama.cpp and we must agree. For us a control token is no text,
+    while llama.cpp takes its name as text; llama.cpp never allows a null character; and it treats
+    tokens with parts of characters differently.
     """
     whole = set()
     for token in range(model.n_vocab):
@@ -159,8 +159,8 @@ def test_a_trial_asks_whether_to_go_on() -> None:
 
 
 def test_an_answer_ends_where_a_grammar_allows_no_token(llama: EntropyLlama) -> None:
-    """The grammar asks for the token that ends a text, with which llama.cpp's own sampler would end
-    the process.
+    """A grammar may ask for the token that ends a text; llama.cpp's own sampler would end the
+    process.
     """
     grammar = grammar_of(f'root ::= "on" <[{llama.token_eos()}]>')
     for temperature in (0.0, 1.0):
@@ -170,7 +170,7 @@ def test_an_answer_ends_where_a_grammar_allows_no_token(llama: EntropyLlama) -> 
 
 
 def test_a_model_is_freed_with_its_last_grammar() -> None:
-    """The garbage collector, which may run late, must not be needed, because samplers hold the
+    """A model is freed without the garbage collector, which may run late, because samplers hold the
     weights.
     """
     made = EntropyLlama(MODEL, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
@@ -209,7 +209,7 @@ def test_a_chat_follows_its_schema(llama: EntropyLlama, asked: dict[str, Any]) -
 
 
 def test_a_chosen_tool_is_called_with_arguments_of_its_schema(llama: EntropyLlama) -> None:
-    """llama-cpp-python's own converter of schemas allows any number here, and 0 and 1 below."""
+    """Arguments obey the limits of a schema; llama-cpp-python's own converter ignores these."""
     parameters = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 41, "maximum": 43}},
@@ -244,7 +244,9 @@ def test_a_chat_refuses_schemas_that_cannot_be_enforced(llama: EntropyLlama) -> 
 
 
 def test_drafts_are_right_only_within_a_constraint() -> None:
-    """Half of the text repeats, so that drafts are made, and a constraint refuses some of them."""
+    """An answer that repeats itself and follows a constraint is the same with drafts, some of which
+    are refused.
+    """
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
     constraint = Constraint.regex("(ab ){3}(ab ac ){4}.{4}")
     texts = []
@@ -266,7 +268,9 @@ def ask(server: Server, seconds: float = 60, **options: Any) -> httpx.Response:
 
 @pytest.mark.parametrize("options", [(), ("--parallel", 2)], ids=["alone", "parallel"])
 def test_requests_end_while_a_constraint_is_tried(options: tuple[object, ...]) -> None:
-    """Requests end by --request-seconds, by a client that disconnects, and by SIGTERM."""
+    """While a constraint is compiled, a request ends by --request-seconds, by a client that
+    disconnects, and by SIGTERM.
+    """
     server = Server("--request-seconds", 3, *options)
     assert ask(server, json_schema=SLOW).status_code == 504
     with pytest.raises(httpx.ReadTimeout):
@@ -328,7 +332,8 @@ def test_the_fields_of_other_servers_say_what_an_answer_must_be() -> None:
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_an_ambiguous_grammar_is_refused_and_nobody_waits(parallel: int) -> None:
     with Server("--parallel", parallel) as server:
-        endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}  # It cannot end a text.
+        # Without the token that ends a text, the answer cannot end.
+        endless = {"grammar": AMBIGUOUS, "logit_bias": {"1": -1000}}
         answer = ask(server, **endless)
         assert answer.status_code == 400
         assert "ambiguous" in answer.json()["error"]["message"]

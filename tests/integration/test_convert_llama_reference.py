@@ -45,8 +45,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-# These are the distinguishing features of the published families at tiny sizes: heads, head sizes,
-# separate output heads, biases, norms of queries and keys, scaled positions.
+# These families differ in numbers and sizes of heads, tied or separate output heads, biases, norms
+# of queries and keys, and scaled positions; their published models are larger.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3-8b": ("Llama", {"n_head": 4, "n_head_kv": 1, "rope": {"rope_theta": 500000.0}}),
     "falcon3": ("Llama", {"n_head": 2, "head_dim": 96, "rope": {"rope_theta": 1000042.0}}),
@@ -105,7 +105,7 @@ def away_from_ties(weights: Any) -> Any:
 
 
 def save(model: Any, directory: Path) -> Path:
-    """Save a checkpoint whose weights transformers quantises while it runs."""
+    """Save a checkpoint with float weights, which transformers quantises when it loads them."""
     save_checkpoint(model, directory)
     add_quantization(directory, "autobitlinear", "online")
     return directory
@@ -142,7 +142,9 @@ def test_ternary_weights_give_nearly_the_logits_of_transformers(
 def test_packed_weights_give_the_logits_of_transformers(
     tmp_path: Path, family: str, linear_class: str
 ) -> None:
-    """transformers' own pack_weights packs them; the model gets the dequantised weights."""
+    """Weights that transformers' own pack_weights has packed equal dequantised weights in its
+    model.
+    """
     model = random_llama(family)
     save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)

@@ -33,7 +33,7 @@ from tests.support.convert_reference import (
 from tests.support.exact_logits import exact_logits
 from tests.support.logits import relative_error
 
-# Compilation takes seconds, and needs a compiler.
+# Compilation would take seconds, and needs a compiler.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
@@ -166,8 +166,8 @@ def test_masters_are_quantised_as_transformers_does(
 def test_packed_weights_do_what_the_modules_of_transformers_do(
     tmp_path: Path, linear_class: str
 ) -> None:
-    """Multiplied by a unit vector, which int8 represents exactly, a module returns a column of its
-    weight.
+    """A module that multiplies a unit vector, which int8 represents exactly, returns a column of
+    its weight.
     """
     model = random_model()
     save_checkpoint(model, tmp_path / "hf")
@@ -185,7 +185,9 @@ def test_packed_weights_do_what_the_modules_of_transformers_do(
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """The tokenizer is a byte-level BPE trained here, with Llama 3's regular expression."""
+    """A byte-level BPE tokenizer with Llama 3's regular expression, trained here, gives the same
+    tokens after conversion.
+    """
     tokenizers = pytest.importorskip("tokenizers", reason=_WHY)
     split = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"

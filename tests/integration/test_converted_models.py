@@ -1,4 +1,4 @@
-"""Converted files load in llama.cpp, and compute what they should."""
+"""Converted files load in llama.cpp, and their logits are those of the source."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ def test_weight_types_agree(tmp_path: Path, weight_type: str, tolerance: float) 
 
 
 def test_rows_that_fit_no_block_of_tq2_0(tmp_path: Path) -> None:
-    """Rows of 96 and 160 become Q4_0, whose logits are close to the dense ones."""
+    """Rows of 96 and 160 values, which do not fill blocks of 256, become Q4_0 with nearly the same
+    logits.
+    """
     model = I2sModel(n_embd=96, n_ff=160, n_head=3, n_head_kv=1)
     source = model.write(tmp_path / "i2s.gguf")
     result = entropykv("convert", source, tmp_path / "auto.gguf")
@@ -137,7 +139,7 @@ def test_a_device_is_no_output(tmp_path: Path) -> None:
 
 @pytest.mark.needs("resource.setrlimit")
 def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
-    """A limit on the size of files simulates a full disk: write() fails in the same way."""
+    """A full disk is reported in one sentence; a limit on the size of files simulates it."""
     source, target = I2sModel().write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
     program = (
         "import resource, signal, sys; from entropykv.cli import main;"

@@ -1,4 +1,4 @@
-"""Budgets by the curves of a profile go to heads that can hold them, and their sessions go on
+"""Budgets by the curves of a profile go to heads that can hold them, and saved sessions continue
 equally.
 """
 
@@ -21,10 +21,13 @@ from tests.support.saved_sessions import assert_goes_on_from, future, session_of
 
 BUDGET = 96
 N_CTX = 2048
-"""The context is so much longer than any text here that some heads are to get more than a text has.
+"""Tokens of a context so much longer than any text here that some heads get a larger budget than a
+text has.
 """
 WINDOW = 44
-"""With four sinks, it fills whole pages, so that heads at their floor waste none."""
+"""A recent window that fills whole pages together with four sinks, so that heads at their floor
+waste no entries.
+"""
 
 
 def profile_of(path: Path) -> EntropyProfile:
@@ -54,7 +57,9 @@ def of_curves(path: Path, **options: Any) -> Session:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("n_tokens", [110, 192])
 def test_a_text_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: int) -> None:
-    """What a head cannot hold of a short text goes to the others, also while text is written."""
+    """The part of a budget that a head cannot fill with a short text goes to other heads, also
+    while text is written.
+    """
     with of_curves(uneven_llama, kv_type=kv_type) as session:
         planned = np.array(session.cache.budgets())
         assert planned[0, 0] > n_tokens + 64
@@ -70,7 +75,8 @@ def test_a_head_that_needs_more_gets_what_it_can_hold(uneven_llama: Path) -> Non
     with of_curves(uneven_llama) as session:
         for n_tokens in (64, 64, 64, 5, 1, 40):
             session.decode(tokens_for(n_tokens, seed=n_tokens))
-            assert len(session.cache.entries(0, 0)) > session.position - 16  # Pages hold 16.
+            # A page holds 16 entries.
+            assert len(session.cache.entries(0, 0)) > session.position - 16
             check(session)
 
 
@@ -83,7 +89,8 @@ def test_a_head_that_needs_more_goes_on_to_fill_its_budget_behind_a_prompt(
         session.decode(tokens_for(64 + 33))
         for token in tokens_for(31, seed=5):
             session.decode([token])
-            assert len(session.cache.entries(0, 0)) > session.position - 16  # Pages hold 16.
+            # A page holds 16 entries.
+            assert len(session.cache.entries(0, 0)) > session.position - 16
             check(session)
 
 
@@ -91,7 +98,7 @@ def test_a_head_that_needs_more_goes_on_to_fill_its_budget_behind_a_prompt(
 def test_budgets_of_long_texts_are_shared_again_less_often(
     uneven_llama: Path, n_prompt: int, length: int
 ) -> None:
-    """Between two shares, drafts may go on."""
+    """In between, budgets stay the same, so that drafts may be read."""
     with of_curves(uneven_llama, n_ctx=3 * n_prompt) as session:
         session.decode(tokens_for(n_prompt))
         sharing = session._slot.store.sharing  # type: ignore[attr-defined]
@@ -112,7 +119,9 @@ def test_budgets_of_long_texts_are_shared_again_less_often(
 def test_an_answer_goes_on_equally_from_everywhere(
     uneven_llama: Path, n_prompt: int, n_ctx: int
 ) -> None:
-    """Shares follow the length of the text, in the smaller context until 256 tokens."""
+    """An answer continues equally from every saved position, though budgets change with the length
+    of the text.
+    """
     opened = partial(of_curves, uneven_llama, n_ctx=n_ctx)
     assert_goes_on_from(opened, n_prompt, 140, (0, 1, 31, 63, 64, 65, 130), 70)
 
@@ -134,7 +143,7 @@ def test_a_loaded_session_goes_on_as_saved(uneven_llama: Path, tmp_path: Path) -
 
 
 def test_a_text_is_the_same_with_drafts_and_without(pool_llama: Path) -> None:
-    """No draft begins with other budgets than its token."""
+    """A draft is never read with other budgets than a token without drafts at its position."""
     prompt = tokens_for(130)
     with of_curves(pool_llama, spec_type="ngram") as session:
         session.reader.drafting = None

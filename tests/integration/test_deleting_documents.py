@@ -1,4 +1,4 @@
-"""A document that a client was told is deleted is gone, and its name is free for another text at
+"""A document whose deletion was confirmed is gone, and its name is free for another text at
 once.
 """
 
@@ -139,7 +139,7 @@ def status_of(call: Callable[[], object]) -> int:
 
 @contextmanager
 def asked(reader: Reader, document: DocumentId = BOOK) -> Iterator[None]:
-    """Be a request that names a document."""
+    """Use a document as a request that names it does."""
     with reader.library.in_use(document):
         yield
 
@@ -185,7 +185,7 @@ def test_a_deleted_name_is_free_at_once_and_what_waits_for_the_new_text_gets_it(
     status = reader.library.status(BOOK)
     assert status is not None
     assert status["status"] == "queued"
-    with asked(reader):  # A request for the new text does not keep the old one.
+    with asked(reader):  # A request that uses the new text does not keep the old one.
         assert not reader.library.hold(BOOK)
         gate.open()
         assert removal.ended.wait(SECONDS)
@@ -215,7 +215,9 @@ def test_a_new_text_that_is_deleted_before_the_old_one_is_gone_is_not_read(reade
 def test_deleting_while_the_last_bytes_are_saved_removes_the_complete_file(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deletion comes after the reading was complete, and before the server has noted that."""
+    """A document is deleted when its reading is complete, but the server has not recorded that
+    yet.
+    """
     keep = DocumentFolder.keep
     removals = []
 
@@ -258,7 +260,7 @@ def test_deleting_is_refused_if_another_process_uses_the_file_that_has_just_appe
     gate = held_reading(reader, "behind")
     removal = reader.library.remove(BOOK)
     with open(reader.library.path(BOOK), "rb") as file:
-        assert system.lock(file.fileno(), shared=True)  # As the other process does.
+        assert system.lock(file.fileno(), shared=True)  # The other process holds such a lock.
         gate.open()
         assert removal.ended.wait(SECONDS)
         assert isinstance(removal.refusal, RequestError)
@@ -273,7 +275,9 @@ def test_deleting_is_refused_if_another_process_uses_the_file_that_has_just_appe
 def test_a_storage_that_answers_slowly_delays_the_deleted_document_alone(
     stored: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new text of the same name is read after the old file has gone, and others meanwhile."""
+    """A new text of the same name is read once the old file has gone; other documents do not
+    wait.
+    """
     stored.post("book")
     stored.until(BOOK, "ready")
     remove, gate = ObjectStorage.remove, Gate()
@@ -408,7 +412,9 @@ def test_threads_that_send_and_delete_one_name_leave_what_was_sent_last(reader: 
 
 
 def test_the_text_of_a_document_that_is_ready_is_removed_by_the_next_start(reader: Reader) -> None:
-    """A server was killed between the last byte of the document and the removal of its text."""
+    """A server may be killed after the last byte of a document is saved, and before its text is
+    removed.
+    """
     reader.post("book")
     reader.until(BOOK, "ready")
     AcceptedText.write(text_file_of(reader.library.path(BOOK)), Accepted(TEXT, [])).release()

@@ -59,7 +59,7 @@ def test_store_auto_gives_the_logits_that_it_gives_without_a_device(
     for layers in (0, n_gpu_layers):
         options: dict[str, Any] = {"n_ctx": 240, "n_gpu_layers": layers, "n_ubatch": 32}
         with Session(model, kv_budget=budget, policy="uniform", **options) as session:
-            # Of one layer, llama.cpp offloads only the output.
+            # If only one layer is offloaded, llama.cpp offloads the output alone.
             assert session.cache.store == ("headwise" if layers < 2 else "device")
             assert bool(session.config.fallback) == (session.cache.store == "device")
             rows.append(session.decode(tokens, all_logits=True))

@@ -1,4 +1,6 @@
-"""Layers whose device refuses their attention attend in main memory; the others stay there."""
+"""If a device refuses a layer's attention, it is computed in main memory; the other layers attend
+on the device.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 KINDS = ("gemma2", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
-"""Sliding windows, sinks, chunked windows, shared K and V, MLA, and ALiBi."""
+"""One model each with sliding windows, sinks, chunked windows, shared K and V, MLA, and ALiBi."""
 
 
 def read_on_device(
@@ -89,7 +91,9 @@ def read_on_device(
 ) -> dict[str, Any]:
     """Read a text with layers on a device that refuses something, in a process of its own.
 
-    Returns what the session says, and compares it with the headwise store on the CPU.
+    The device refuses heads of the sizes `head_dims`, `operations`, and operations on views
+    (`of_views`). With `copies_rows` its attention needs room for a copy of its rows. Returns what
+    the session reports, and how its logits compare with those of the headwise store on the CPU.
     """
     refused = map(sorted, (head_dims, operations, of_views))
     arguments = (str(path), layers, *refused, copies_rows, options)
@@ -134,7 +138,9 @@ def test_layers_whose_heads_it_takes_stay_on_the_device(llama: Path) -> None:
 
 
 def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llama: Path) -> None:
-    """Vulkan has products for sums over queries, but not of views."""
+    """A device that cannot multiply views, as Vulkan cannot, still sums over queries by
+    products.
+    """
     found = read_on_device(llama, of_views=["OUT_PROD"], kv_budget=48)
     assert found["on_host"] is None
     assert list(found["devices"]) == ["REFUSING"]
@@ -146,7 +152,9 @@ def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llam
 def test_attention_that_copies_its_rows_gets_the_room_that_it_needs(
     llama: Path, kv_type: str, options: dict[str, int]
 ) -> None:
-    """llama.cpp's own graph was given room for its own, smaller cache."""
+    """The device has room for copied rows of the store's cache, which has more rows than
+    llama.cpp's own.
+    """
     given: dict[str, Any] = {"kv_budget": 48, "kv_type": kv_type, **options}
     found = read_on_device(llama, copies_rows=True, **given)
     assert found["on_host"] is None
@@ -167,7 +175,7 @@ def test_of_layers_with_unlike_heads_only_those_that_it_refuses_move(tmp_path: P
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("refuses", ["attention", "masks"])
 def test_all_kinds_of_attention_can_move(name: str, refuses: str, tmp_path: Path) -> None:
-    """A device may refuse llama.cpp's own attention, or only what the store computes around it."""
+    """A device may refuse llama.cpp's own attention, or an operation that the store adds to it."""
     path = tmp_path / "model.gguf"
     write_known(path, MODELS[name])
     operations = ["FLASH_ATTN_EXT"] if refuses == "attention" else ["CLAMP"]

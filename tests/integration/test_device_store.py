@@ -1,4 +1,4 @@
-"""The device store keeps per-head budgets where the weights are.
+"""The device store keeps per-head budgets on the device that holds the weights.
 
 `make test-device` runs these tests with layers on llama.cpp's RPC device, whose memory the CPU
 cannot read, and on a Vulkan device. Without these backends, all layers are on the CPU, which is a
@@ -73,9 +73,9 @@ OTHER_ATTENTION = {
 }
 """Models with sliding or chunked windows, sinks, capped logits, shared K and V, MLA, or ALiBi."""
 FEW = ("gemma2", "gemma3", "gpt-oss", "llama4", "gemma3n", "deepseek2", "bloom")
-"""One model for each of these."""
+"""One model for each kind of attention in OTHER_ATTENTION."""
 ODD_HEADS = ("deepseek2", "bloom", "gemma3n")
-"""Those whose heads do not fill blocks of q8_0."""
+"""The models of FEW whose heads do not fill blocks of q8_0."""
 REFUSED = {
     "hybrid": "recurrent layers",
     "recurrent": "recurrent layers",
@@ -113,7 +113,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def on_device(path: Path, **options: Any) -> Session:
-    """Open a session with the device store, whose layers are on the device."""
+    """Open a session with the device store, whose layers are on the tested device."""
     defaults = {"store": "device", "n_gpu_layers": LAYERS, "policy": "uniform", "kv_type": "f16"}
     return Session(path, **{"n_ctx": N_CTX, "n_ubatch": 48, "n_threads": 1, **defaults, **options})
 
@@ -132,15 +132,15 @@ def read(session: Session, n_prompt: int = 300, n_single: int = 40) -> npt.NDArr
 
 
 def device_rounding(path: Path) -> float:
-    """Return by how much stock llama.cpp's logits on the device differ from those on the CPU.
+    """Return the relative error of stock llama.cpp's logits on the device, compared with the CPU.
 
-    Some devices multiply weights in f16.
+    It is 0 without another device than the CPU. Some devices multiply weights in f16.
     """
     if DEVICE is None:
         return 0.0
     rows = []
     for layers in (LAYERS, 0):
-        # llama.cpp gives products of 32 tokens or more to a device that has no layers, too.
+        # llama.cpp computes products of 32 tokens or more on the device even without layers there.
         stock = {"store": "flat", "policy": "recency", "kv_budget": 1.0, "n_ubatch": 16}
         with on_device(path, **stock, n_gpu_layers=layers) as session:
             rows.append(session.decode(tokens_for(48), all_logits=True))
@@ -192,7 +192,7 @@ def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_pat
         assert session.cache.budgets() == cpu.cache.budgets()
         same = kept_alike(session, cpu)
         assert session.stats().evictions > 0
-        # The windows' entries are left out of both counts.
+        # Neither count includes entries that left a sliding window.
         assert session.stats().evictions == cpu.stats().evictions
         cpu.files.load_state(session.files.save_state())
         assert all_entries(cpu) == all_entries(session)
@@ -214,10 +214,10 @@ def test_with_a_small_budget_it_keeps_the_entries_that_the_cpu_keeps(
         assert session.cache.budgets() == cpu.cache.budgets()
         same = kept_alike(session, cpu)
         assert session.stats().evictions == cpu.stats().evictions > 0
-    # Scores that are nearly equal may be ordered either way.
+    # Entries with nearly equal scores may be ordered either way.
     assert same > 0.97
     assert relative_error(rows[:48], expected[:48]) < 2e-3 + 2 * device_rounding(model)
-    # Entries that were evicted on the way may have differed, too.
+    # The logits also depend on entries that differed before they were evicted.
     assert relative_error(rows, expected) < (5e-2 if same > 0.99 else 0.15)
 
 
@@ -312,10 +312,10 @@ def test_conversations_of_a_pool_predict_scores_as_they_do_alone(llama: Path) ->
 def test_tokens_are_evicted_by_what_is_known_of_them(
     llama: Path, recent_window: int, n_prompt: int
 ) -> None:
-    """What the device finds out about single tokens is told late, but before it decides anything.
+    """Scores that the device computed for single tokens arrive late, but before the next eviction.
 
-    A short window does not protect tokens of which nothing is known. Evictions happen in steps
-    that are observed and in others, by the length of the prompt.
+    A short window does not protect tokens whose scores are not known yet. By the length of the
+    prompt, evictions happen in steps that are observed or in others.
     """
     with on_cpu(llama, kv_budget=1.0) as session:
         profile = predicting(session, llama)
@@ -344,7 +344,7 @@ def test_heads_of_a_layer_have_budgets_of_their_own(tmp_path: Path) -> None:
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         assert len(set(session.cache.budgets()[0])) > 1
         expected, rows = read(cpu), read(session)
-        # Scores that are nearly equal may be ordered either way.
+        # Entries with nearly equal scores may be ordered either way.
         assert kept_alike(session, cpu) >= 0.998 - rounding
         assert relative_error(rows[:48], expected[:48]) < 2e-3 + 10 * rounding
         assert relative_error(rows, expected) < 5e-2 + 10 * rounding
@@ -358,7 +358,7 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
 ) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_head=n_head_kv, n_head_kv=n_head_kv, head_dim=64)
-    # Neighbours have unlike entropies, and so unlike budgets.
+    # Neighbouring KV heads have very different entropies, and so very different budgets.
     unlike = np.geomspace(1, 9, n_head_kv)
     unlike[1::2] = unlike[1::2][::-1]
     entropies = np.array([unlike, unlike[::-1]])
@@ -374,8 +374,9 @@ def test_a_token_is_read_in_llama_cpps_graph_if_it_has_nodes_for_all_groups_of_h
         computed = (session.stats().device_traffic["computed"] - before) / 8
     assert same > 0.98
     assert relative_error(rows, expected) < 2e-2 + 5 * device_rounding(path)
-    # Masks, at times what queries gave, and moves; or a graph for each of two layers, and moves.
-    # Vulkan's backend orders nodes in another way, in which fewer can be used.
+    # With few KV heads, a token takes a graph of masks, and sometimes one of its attention weights
+    # and one of moves. With many, each of the two layers takes a graph of its own. Vulkan's backend
+    # orders nodes in another way, which allows fewer.
     assert (computed < 2) == (n_head_kv < (5 if DEVICE == "Vulkan0" else 16))
 
 
@@ -396,7 +397,7 @@ def test_a_prompt_that_is_decided_by_parts_keeps_the_entries_that_the_cpu_keeps(
 ) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=15, n_head=4, n_head_kv=4, head_dim=64)
-    # Decisions are made by parts if there are more entries than 32,768.
+    # With more than 32,768 entries, several threads share the decisions.
     options: dict[str, Any] = {"n_ctx": 1500, "kv_budget": 700, "n_ubatch": 128}
     with on_cpu(path, **options) as cpu, on_device(path, **options) as session:
         for store in (cpu, session):
@@ -462,7 +463,7 @@ def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None
         session.files.load_state(cpu.files.save_state())
         assert all(n <= 120 for heads in _counts(session) for n in heads)
         assert np.isfinite(session.decode(tokens_for(60, seed=8))).all()
-    # There are no rows for so many entries, so they are evicted before they reach the device.
+    # This store has no rows for so many entries, so they are evicted before they reach the device.
     with (
         on_cpu(llama, kv_budget=300) as cpu,
         on_device(llama, kv_budget=40) as session,
@@ -528,7 +529,7 @@ def test_a_smaller_budget_evicts_at_once_and_a_larger_one_gets_rows(
 
 @contextlib.contextmanager
 def little_memory(more: int) -> Iterator[None]:
-    """Let the process have so many bytes more than it has now."""
+    """Allow the process `more` bytes of address space in addition to what it has now."""
     import resource  # noqa: PLC0415  (Windows has none)
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -552,7 +553,7 @@ def test_a_pool_without_memory_for_a_budget_stays_as_it_was(tmp_path: Path) -> N
             session.decode(text)
         before = [all_entries(session) for session in sessions]
         n_bytes = pool.stats().kv_bytes_budget
-        # The memory would be enough for one of the two sessions.
+        # The memory would be enough for only one of the two sessions.
         with (
             little_memory(600 * 2**20),
             pytest.raises(BudgetError, match="does not fit into the memory of its devices"),
@@ -658,7 +659,7 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
     with on_device(path, kv_budget=1.0, n_ubatch=n_ubatch) as session:
         session.decode(tokens_for(n_ubatch))
         traffic = [session.stats().device_traffic]
-        # Of single tokens, every fourth one is observed. The first one has all masks written.
+        # Only every fourth single token is observed. The first token has all masks written.
         for n_tokens in (n_ubatch, 1, 1):
             session.decode(tokens_for(n_tokens))
             traffic.append(session.stats().device_traffic)
@@ -666,7 +667,8 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
         {name: later[name] - earlier[name] for name in later}
         for earlier, later in itertools.pairwise(traffic)
     )
-    # A chunk has a graph of masks, and one of what its queries gave and of norms of its values.
+    # A chunk takes one graph of masks, and one of its attention weights and the norms of its
+    # values.
     assert chunk == {"computed": 2, "uploads": 2, "downloads": 1}
     assert observed == {"computed": 1, "uploads": 2, "downloads": 1}
     assert other == {"computed": 0, "uploads": 1, "downloads": 0}
@@ -713,7 +715,7 @@ def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
         session = pool.session()
         session.decode([5])
         pool_stats = pool.stats()
-        # The rows of all places are there with the first one, each part rounded up.
+        # The rows of all places are allocated with the first place, each part rounded up.
         more = pool_stats.kv_bytes_budget + pool_stats.kv_bytes_staging
         more -= sum(of_pool.bytes_by_place.values())
         assert 0 <= more <= 3 * len(session.cache.budgets())
@@ -742,7 +744,8 @@ def test_what_a_session_on_the_cpu_has_learnt_serves_one_on_a_device(
     with on_device(own_llama, **options) as session, on_cpu(own_llama, **options) as cpu:
         assert session.stats().policy == "uniform:mass+values+predicted"
         assert session.cache.untaught is None
-    # Budgets of `adaptive` follow the text, so the same policy is compared.
+    # Budgets of `adaptive` would follow the text, so both sessions get one policy with fixed
+    # budgets.
     options["policy"] = "uniform:mass+values+predicted"
     with on_device(own_llama, **options) as session, on_cpu(own_llama, **options) as cpu:
         for store in (cpu, session):
@@ -766,7 +769,7 @@ def pool_of(path: Path, **options: Any) -> Pool:
 
 
 def alone_like(pool_session: Session, path: Path, **options: Any) -> Session:
-    """Open a session alone, with the budget that a session has in its pool."""
+    """Open a session outside the pool, with the budget that a session of the pool has."""
     budget = pool_session.cache.budgets()[0][0]
     session = on_device(path, kv_budget=budget, **options)
     assert session.cache.budgets() == pool_session.cache.budgets()
@@ -796,25 +799,29 @@ def test_conversations_of_a_pool_read_as_they_read_alone(llama: Path) -> None:
 
 
 class Twins:
-    """A conversation of a pool, and one that reads the same text alone, with the same budget."""
+    """Hold a conversation of a pool, and one outside it that reads the same text with the same
+    budget.
+    """
 
     def __init__(self, pool: Pool, path: Path, text: list[int], **options: Any) -> None:
-        """Open them; `options` are those of the pool, whose budget is a fraction."""
+        """Open both; `options` are those of the pool, whose budget is a fraction."""
         self.text = text
         self.session = pool.session()
         self.alone = on_device(path, **options)
         assert self.alone.cache.budgets() == self.session.cache.budgets()
 
     def read(self, n: int) -> None:
-        """Read the next n tokens, each for itself."""
+        """Let each of the two read the next n tokens of the text."""
         tokens = self.text[self.session.position :][:n]
         for each in (self.session, self.alone):
             each.decode(tokens)
 
 
 def write_together(pool: Pool, twins: list[Twins], n: int) -> int:
-    """Let conversations read the next n tokens of their texts, one of each in a step, and compare
-    them with those that read alone; returns how many graphs there were besides llama.cpp's.
+    """Let conversations read the next n tokens of their texts, one of each per step; return how
+    many graphs of ours were computed.
+
+    The logits are compared with those of the sessions that read alone.
     """
     before = twins[0].session.stats().device_traffic["computed"]
     rows = []
@@ -847,8 +854,8 @@ TOGETHER: dict[str, Callable[[Path], None]] = {
         ("llama", 8, "uniform", 0.25),
         ("llama", 17, "recency", 0.25),
         ("multi-head", 5, "auto", 0.25),
-        ("70b", 3, "uniform", 0.25),  # As many query heads and KV heads as models of 70B have.
-        ("gemma2", 3, "uniform", 0.1),  # Windows of 48 tokens in every other layer.
+        ("70b", 3, "uniform", 0.25),  # Models of 70B have as many query heads and KV heads.
+        ("gemma2", 3, "uniform", 0.1),  # Every other layer has a window of 48 tokens.
         ("deepseek2", 3, "recency", 0.25),
     ],
 )
@@ -867,13 +874,15 @@ def test_single_tokens_of_several_conversations_are_read_in_llama_cpps_graph(
             twins.read(length)
             return twins
 
-        # Some have not evicted anything, and some see rows up to another multiple of 256.
+        # Some conversations have evicted nothing yet, and some see rows up to another multiple of
+        # 256.
         twins = [begin(30 + 17 * i + 370 * (i % 3 == 2), i) for i in range(n)]
-        # Attention between two nodes has a graph for every layer in every step; others are masks,
-        # what is observed of each conversation in every fourth step, and moves.
+        # If two nodes attended in a layer, every layer would have a graph of its own in every step.
+        # The graphs here are masks, the attention weights of each conversation in every fourth
+        # step, and moves.
         n_layers = len(twins[0].session.cache.budgets())
         assert write_together(pool, twins, 8) < 8 * n_layers
-        # Without this one, two nodes attend for the places on both sides.
+        # With a gap between the places in use, two nodes attend, one for each side.
         twins.pop(1).session.close()
         assert write_together(pool, twins, 8) < 8 * n_layers
         twins.append(begin(100, 99))
@@ -1116,7 +1125,7 @@ def test_checkpoints_of_a_pool_take_no_more_than_their_limit(llama: Path) -> Non
         session.text.keep_checkpoint()
         assert 0 < pool.stats().checkpoint_bytes <= 64 << 10
         session.decode(tokens_for(200))
-        session.text.keep_checkpoint()  # It would take more, and is not made.
+        session.text.keep_checkpoint()  # A checkpoint would exceed the limit, so none is kept.
         assert pool.stats().checkpoints == 1
         assert pool.stats().checkpoint_bytes <= 64 << 10
 

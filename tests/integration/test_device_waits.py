@@ -1,4 +1,4 @@
-"""A step on a device waits for little: a device that computes nothing counts how often."""
+"""A step on a device waits rarely: a device that computes nothing counts how often."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ print(json.dumps({{name: after[name] - before[name] for name in before}}))
 
 
 def printed_by(program: str, path: Path, options: dict[str, Any]) -> Any:
-    """Return what a program of Python prints as JSON in its last line."""
+    """Return what a Python program prints as JSON in its last line."""
     return json.loads(python(program, path, json.dumps(options)).stdout.splitlines()[-1])
 
 
 def counts_together(path: Path, **options: Any) -> dict[str, float]:
-    """Return what is counted for a step in which several conversations read a token each."""
+    """Return the counts per step in which several conversations read a token each."""
     counts = printed_by(COUNT_TOGETHER, path, options)
     return {name: n / N_WRITTEN for name, n in counts.items()}
 
@@ -74,9 +74,10 @@ def counts_together(path: Path, **options: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        # Besides llama.cpp's own graph and copies: moves of each conversation once in 16 tokens.
+        # In addition to llama.cpp's own graph and copies: moves of each conversation once in 16
+        # tokens.
         ("recency", {"waits": 0.7, "graphs": 0.7, "copies": 1.6}),
-        # Besides these, what the queries of every fourth token gave.
+        # In addition: the attention weights of every fourth token.
         ("uniform", {"waits": 3, "graphs": 3.4, "copies": 5.6}),
     ],
 )
@@ -116,7 +117,8 @@ with Session(path, n_ctx=512, n_gpu_layers=99, kv_type="f16", **options) as sess
 
 def test_saving_waits_once_for_all_heads_of_a_layer(tmp_path: Path) -> None:
     write_llama(tmp_path / "model.gguf", n_layer=5, head_dim=64)
-    # Every wait for a copy would be one more: five layers have K and V of two KV heads.
+    # If every copy were waited for, there would be more than one wait per layer: a layer has K and
+    # V of two KV heads.
     options = {"store": "device", "kv_budget": 0.5}
     assert printed_by(COUNT_SAVED, tmp_path / "model.gguf", options)["waits"] == 5
 
@@ -138,7 +140,9 @@ def test_conversations_find_out_in_as_many_operations_for_many_layers_as_for_few
 
 
 def counts_of(path: Path, **options: Any) -> tuple[dict[str, float], dict[str, float]]:
-    """Return what is counted for a micro-batch and for a token, in a process of its own."""
+    """Return the counts per micro-batch of the prompt, and per written token; the program runs in a
+    process of its own.
+    """
     prompt, written = printed_by(COUNT, path, options)
     return (
         {name: 64 * n / N_PROMPT for name, n in prompt.items()},
@@ -170,7 +174,7 @@ MANY = min(3, allowed_cpus())
     ("options", "expected"),
     [
         ({"n_gpu_layers": 99}, [[1, MANY], [1, 1], [1, 1]]),
-        ({"n_gpu_layers": 3}, [[1, MANY], [1, 1], [1, 1]]),  # The output is the third one.
+        ({"n_gpu_layers": 3}, [[1, MANY], [1, 1], [1, 1]]),  # The output counts as the third layer.
         ({"n_gpu_layers": 2}, []),
         ({"n_gpu_layers": 99, "fixed_threads": True}, []),
     ],
@@ -213,10 +217,10 @@ def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_
 @pytest.mark.parametrize(
     ("policy", "of_chunk", "of_token"),
     [
-        # Moves after a chunk, which has the mask of the one before; a token's rows, and moves once
-        # in 16 tokens.
+        # A chunk takes a graph of moves after it, and uses the mask of the chunk before. A token
+        # takes a copy of its rows, and moves once in 16 tokens.
         ("recency", {"waits": 1, "graphs": 1}, {"waits": 0.2, "graphs": 0.2, "copies": 1.2}),
-        # What queries gave is read, too: of every fourth token, and of 16 tokens looked up at
+        # In addition, attention weights are read: those of every fourth token, for 16 tokens at
         # once. All queries of so small a chunk are observed, which needs the positions of their
         # neighbours.
         ("uniform", {"waits": 2.5, "graphs": 3}, {"waits": 0.5, "graphs": 0.5, "copies": 1.5}),
@@ -230,6 +234,6 @@ def test_a_step_waits_for_little_more_than_llama_cpps_graph(
     stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
     ours = counts_of(path, store="device", policy=policy, kv_budget=0.25)
     for most, own, counted in zip((of_chunk, of_token), stock, ours, strict=True):
-        # llama.cpp also waits for its own graph if somebody looks at its nodes.
+        # llama.cpp also waits for its own graph if a callback looks at its nodes.
         more = {name: counted[name] - own[name] for name in counted}
         assert all(more[name] <= n + (name == "waits") for name, n in most.items()), more

@@ -174,7 +174,7 @@ def test_a_llama_asks_a_document(tiny_llama: Path, tmp_path: Path, checkpoints: 
         llama_tokens = llama.n_tokens
         for question in ("who jumps?", "who sleeps?", "who jumps?"):
             prompt = llama.question(question)
-            # Without checkpoints, the document is loaded again, and counting starts anew.
+            # Without checkpoints, the document is loaded again, and counting starts from 0.
             before = llama.kv_stats().prompt_tokens if checkpoints else 0
             result = llama.create_completion(prompt, max_tokens=8, temperature=0.0)
             texts.append(result["choices"][0]["text"])
@@ -206,14 +206,15 @@ def test_prompts_that_arrive_while_a_document_is_read_come_first(
             session, TEXT, tmp_path / "a.kv", progress=lambda *_: others.append(scheduler.arrive())
         )
     assert len(arrivals) > 3
-    # A number of another text is drawn before each micro-batch, whose own number must be later.
+    # Before each micro-batch of the document, the test draws an arrival number, as another text
+    # would. The number of the micro-batch must be later.
     assert all(before < arrival for before, arrival in zip(others, arrivals, strict=False)), (
         "a later micro-batch of the document goes before the prompt"
     )
 
 
 def interrupted(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
-    """Stop reading after a part; returns how many tokens were read."""
+    """Stop reading a document after half of it; return how many tokens were read."""
 
     def stop(done: int, total: int) -> None:
         if done > total // 2:
@@ -226,7 +227,7 @@ def interrupted(model: Path, path: Path, text: str = TEXT, **options: Any) -> in
 
 
 def starts(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
-    """Read a document; returns where reading began."""
+    """Read a document; return the number of tokens that were read already when reading began."""
     seen: list[int] = []
     read(model, path, text, lambda done, _: seen.append(done), **options)
     return seen[0]
@@ -306,7 +307,7 @@ def test_two_processes_do_not_read_into_one_file(tiny_llama: Path, tmp_path: Pat
     with pytest.raises(SessionFileError, match="another process is reading this document"):
         read(tiny_llama, path)
     assert not path.exists()
-    os.close(descriptor)  # As when that process is killed: its lock file stays.
+    os.close(descriptor)  # The lock file stays, as when that process is killed.
     read(tiny_llama, path)
     assert os.listdir(tmp_path) == ["book.kv"]
 
@@ -333,7 +334,7 @@ def test_a_full_disk_leaves_no_document_and_one_sentence(tiny_llama: Path, tmp_p
 
 
 def _die_while_saving(model: Path, path: Path, target: Path) -> None:
-    """Read a document, and be killed when the bytes of `target` are written."""
+    """Read a document, and kill the own process while the file `target` is saved."""
     sync = system.sync
 
     def die(part: Path) -> None:
@@ -418,7 +419,9 @@ def test_the_command_line_reads_shows_and_asks(tiny_llama: Path, tmp_path: Path)
 
 
 def test_the_bytes_of_a_document_are_said_before_it_is_read(smollm2: Path, tmp_path: Path) -> None:
-    """A large vocabulary makes the logits of the last token a good part of a short document."""
+    """The bytes of a file are estimated well, though the logits of a large vocabulary are a good
+    part of it.
+    """
     path = tmp_path / "book.kv"
     with Session(smollm2, n_ctx=512, kv_budget=64, n_threads=1) as session:
         read_document(session, TEXT, path)
@@ -452,7 +455,9 @@ def test_the_command_line_reads_into_and_asks_object_storage(
 def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """The context of a document has room for many more tokens than the model was trained for."""
+    """An answer without a limit ends at the trained context, though the context of a document is
+    larger.
+    """
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
     source.write_text(TEXT)
     result = entropykv("read", source, "-m", tiny_llama, "-o", path, "-t", 1)
@@ -484,7 +489,9 @@ def test_options_that_do_not_go_with_a_document_are_refused(
 def test_a_server_goes_on_from_a_document_in_its_folder_of_slots(
     tmp_path: Path, parallel: tuple[Any, ...]
 ) -> None:
-    """The prompt is the text, a line break and the question."""
+    """A prompt of the document's text, a line break and a question continues from the restored
+    document.
+    """
     source = tmp_path / "a.txt"
     source.write_text(TEXT)
     result = entropykv("read", source, "-m", MODEL, "-o", tmp_path / "book.kv", "-t", 1)

@@ -26,7 +26,8 @@ def test_all_replicas_answer_about_a_document_that_one_has_read(
         assert sent.status_code == 202, sent.text
         wait_for(lambda: documents.get("/v1/documents/book").json()["status"] == "ready")
         assert (tmp_path / "kept" / "book.kv").exists(), "the path is not that of the command"
-        # Conversations are spread by their names, and each reads its question alone.
+        # Conversations are spread over replicas by their names, and each of them reads only its
+        # question.
         answers = {
             served.ask("Where is it?", f"conversation {number}", document="book")
             for number in range(12)
@@ -44,7 +45,7 @@ def test_all_replicas_answer_about_a_document_that_one_has_read(
 def test_replicas_that_do_not_share_their_documents_are_refused(
     cluster: ThreeNodes, tmp_path: Path
 ) -> None:
-    """Storage in memory belongs to one process, as a local directory belongs to one node."""
+    """Documents in memory belong to one process, so that replicas cannot share them."""
     pytest.importorskip("fsspec")
     log = tmp_path / "log"
     process, _ = start_replicas(

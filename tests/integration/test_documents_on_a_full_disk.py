@@ -1,4 +1,6 @@
-"""A disk that is full fails the document that needs room, and neither the server nor others."""
+"""A disk that is full fails only the document that needs room, not the server or other
+documents.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ DISK_BYTES = 4 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a small file system, which only root can do."""
+    """Mount a file system of a few megabytes, which only root can do."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")

@@ -1,4 +1,4 @@
-"""A small model drafts for another one: the text is what it would be without it."""
+"""A small model drafts for another one: the text is the same as without it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def options(**given: Any) -> dict[str, Any]:
 
 
 def make_cheap(session: Session) -> ModelDrafter:
-    """Let drafts cost nothing, so that as many are read as are likely to be right."""
+    """Pretend that drafts cost no time, so that as many are read as are likely to be accepted."""
     assert session.reader.drafting is not None
     drafter = session.reader.drafting._drafter
     assert isinstance(drafter, ModelDrafter)
@@ -62,7 +62,9 @@ def test_a_text_is_the_same_with_a_draft_model(
 
 
 def test_the_same_model_knows_what_comes(pool_llama: Path) -> None:
-    """With full caches, only drafts after which the sampled text ends are wrong."""
+    """A model that drafts for itself with full caches is right, except where the sampled text
+    ends.
+    """
     given = options(spec_draft_model=pool_llama, kv_budget=1.0, kv_type="f16")
     with Session(pool_llama, **given) as session:
         make_cheap(session)
@@ -125,7 +127,9 @@ def test_sessions_of_a_pool_share_a_draft_model(pool_llama: Path, other_llama: P
 
 
 def test_a_long_prompt_is_read_in_pieces(pool_llama: Path, other_llama: Path) -> None:
-    """No written token waits for all of it."""
+    """The draft model reads a long prompt in pieces between written tokens, none of which waits for
+    all of it.
+    """
     prompt = [1, *(3 + 7 * i % 50 for i in range(1500))]
     given = options(spec_draft_model=other_llama, n_ctx=2048)
     with Session(pool_llama, **given) as session:
@@ -203,7 +207,8 @@ def test_a_draft_model_of_llama_cpp_drafts_inside_a_budget(
     for draft_model in (LlamaPromptLookupDecoding(num_pred_tokens=5), Repeats()):
         found, drafted = answer(draft_model)
         assert drafted > 0 or (store == "flat" and kv_budget == 48)
-        if store == "headwise":  # On the flat one, attention to several tokens has other bits.
+        # In the flat store, attention to several tokens gives other bits than to one.
+        if store == "headwise":
             assert found == expected
     assert none >= 0
 

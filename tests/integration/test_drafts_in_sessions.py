@@ -1,4 +1,4 @@
-"""Drafts in sessions: the text, and all that is held of it, is what it would be without them."""
+"""Drafts change neither the text of a session nor its entries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_a_text_is_the_same_with_drafts_and_without(
 
 
 def test_sessions_of_a_pool_draft_side_by_side(pool_llama: Path) -> None:
-    """Their runs are in one step, beside single tokens and a prompt of others."""
+    """The drafts of several sessions are read in one step, beside single tokens and prompts of
+    other sessions.
+    """
     texts = [[1, *(3 + (5 + k) * i % 50 for i in range(40 + k))] for k in range(3)]
     with Pool(pool_llama, **options(n_sequences=3, kv_budget=1.0)) as pool:
         answers = []

@@ -27,13 +27,15 @@ POLICIES = (
 
 
 class FirstHeads(OwnPolicy):
-    """Give most entries to the first KV head of every layer; `reconstruct` ranks the entries."""
+    """Give the first KV head of every layer three times as many entries as the second; entries are
+    ranked by `reconstruct`.
+    """
 
     name = "first-heads"
     importance = "reconstruct"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Return the weights."""
+        """Return the weights of the KV heads: 3, 1, 3, 1 and so on."""
         return np.resize([3.0, 1.0], budget.n_kv_heads)
 
 
@@ -42,7 +44,9 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @pytest.fixture
 def echoes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that records the tokens of text and of the echo of every micro-batch."""
+    """Return a list that records, for every part of a micro-batch, its tokens of text and of the
+    echo.
+    """
     sizes: list[tuple[int, int]] = []
     decode = MicroBatch.decode_parts
 
@@ -88,7 +92,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
 
         def looked(self: MicroBatch, context: Any, parts: Sequence[BatchPart]) -> Any:
             if all(not part.tokens for part in parts):
-                store = session._slot.store  # Within a step, the session itself must not be called.
+                store = session._slot.store  # The session itself must not be called within a step.
                 heads = [(i, j) for i, of in enumerate(store.budgets()) for j in range(len(of))]
                 found.append(sum(len(store.entries(*head)) for head in heads))
             return decode(self, context, parts)
@@ -185,7 +189,10 @@ def test_echoes_stay_within_learned_positions(
 
 
 def test_facts_of_a_document_survive_without_a_profile(smollm2: Path) -> None:
-    """Of four facts in 900 tokens, read at 15 % of the entries, a single reading keeps fewer."""
+    """A document that is read twice keeps more of its facts than one that is read once.
+
+    It has four facts in 900 tokens, and the budget holds 15 % of its entries.
+    """
     sentences = " ".join(
         f"On day {day} the keeper of the lighthouse wrote about wind, rain and the {what} he had "
         "seen from the gallery, and went to bed early."

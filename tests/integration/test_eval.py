@@ -24,7 +24,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
-    """Measure by the protocol, written again without the parts of the evaluation."""
+    """Measure by the evaluation's protocol, written again without its code."""
     with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:
         tokens = stock.tokenize(text.read_text(encoding="utf-8"), add_bos=True)[:140]
         first = stock.decode(tokens[:120])[-1]

@@ -67,7 +67,7 @@ def test_an_interrupt_keeps_what_is_known(
     def interrupting(bar: ProgressBar, n: int = 1) -> None:
         nonlocal n_tokens
         n_tokens += n
-        if n_tokens > 3 * 150 + 200:  # The second text is read.
+        if n_tokens > 3 * 150 + 200:  # The interruption comes while the second text is read.
             signal.raise_signal(signal.SIGINT)
         update(bar, n)
 
@@ -81,7 +81,8 @@ def test_an_interrupt_keeps_what_is_known(
     content = command.result()
     assert not content["complete"]
     assert [row["texts"] for row in content["rows"]] == [3, 1, 0]
-    assert len(list(folder.iterdir())) == 2  # It has the log, and what stock predicts.
+    # The folder has the log, and the predictions of stock llama.cpp.
+    assert len(list(folder.iterdir())) == 2
     with monkeypatch.context() as patched:
         patched.setattr(EngineSettings, "open_stock", lambda *_: pytest.fail("stock reads again"))
         rows = command.rows(*options, "--kv-budget", "0.5,0.2")

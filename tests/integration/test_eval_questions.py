@@ -29,7 +29,7 @@ def test_every_question_is_asked_from_the_same_state(tiny_llama: Path, texts: li
     part = RecallPart(items)
     with Session(
         tiny_llama, n_ctx=part.n_ctx, kv_budget=80, n_threads=1, policy="fast"
-    ) as session:  # A predictor that is fitted meanwhile would change the answers.
+    ) as session:  # A predictor that learns while the facts are read would change the answers.
         for item in items:
             session.reset()
             values = part.measure(session, item, lambda _: None)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.replicas
 
 N_TEXTS = 8
 TIMES = ("prompt_speed", "decode_speed", "disagreement")
-"""Figures of a row that are measured by a clock."""
+"""Figures of a row that depend on time."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def wait_for_records(log: Path, n: int) -> None:
-    """Wait until the log has so many records after its header."""
+    """Wait until the log has at least n records after its header."""
     wait_for(lambda: log.exists() and len(log.read_bytes().splitlines()) > n)
 
 
@@ -61,7 +61,7 @@ def test_figures_are_those_of_one_machine_when_a_node_dies(
     assert without_times(json.loads(result.read_text(encoding="utf-8"))["rows"]) == (
         without_times(alone)
     )
-    # Stock and two policies measured every text once.
+    # Stock and two policies measured every text exactly once.
     assert len(log.read_bytes().splitlines()) == 1 + 3 * N_TEXTS
 
 

@@ -1,4 +1,6 @@
-"""`entropykv eval --recovery` climbs the ladder as an answer of a session does."""
+"""`entropykv eval --recovery` climbs the recovery ladder as a session does while it writes an
+answer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of examples/ that no other test runs, and the Dockerfile, say what works."""
+"""The Dockerfile, and the files of examples/ that no other test runs, work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PLUGIN = EXAMPLES / "llm-entropykv" / "llm_entropykv.py"
 
 
 def assert_only_the_model_is_missing(words: list[str], folder: Path) -> None:
-    """Run a command line of `serve` whose files are elsewhere: all that is wrong is its model."""
+    """Run a command line of `serve` in another folder, and check that it lacks nothing but its
+    model.
+    """
     moved = [re.sub(r"^(/models|/var/lib/entropykv)", str(folder), word) for word in words]
     result = entropykv(*moved)
     assert result.returncode == 2, result.stderr
@@ -48,7 +50,7 @@ def test_the_service_file_starts_a_server(tmp_path: Path) -> None:
 def test_the_notebook_can_be_run(
     smollm2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With fewer tokens than it says."""
+    """The notebook runs without an error, here with fewer tokens than it says."""
     matplotlib: Any = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     monkeypatch.chdir(EXAMPLES)

@@ -1,4 +1,4 @@
-"""Decisions of a device store that fail beside the device's work are errors of the session."""
+"""A device store's decision that fails while the device computes is an error of the session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tiny_models import write_llama
 
 SOURCE = Path(__file__).parents[1] / "support" / "failing_threads.cpp"
 N_HEADS = 64
-"""KV heads of all layers: so many that 520 entries of each are decided about by several threads."""
+"""KV heads of all layers; with 520 entries each, several threads share the decisions."""
 N_PROMPT, BUDGET = 511, 520
 PROGRAM = f"""
 import ctypes, json, sys

@@ -100,7 +100,7 @@ REFUSED = [
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that must fail; returns its error message, which is one sentence."""
+    """Run a command that must be refused; return its error message, which is one line."""
     capsys.readouterr()
     assert main(arguments) == 2
     shown = capsys.readouterr()

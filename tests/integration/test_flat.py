@@ -154,7 +154,7 @@ def test_auto_goes_on_with_flat_and_says_why(
 def test_without_a_device_nothing_is_offloaded(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds for any -ngl; layers on a device (test_device.py) do not change the store."""
+    """Without a device, any -ngl gives the headwise store."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:

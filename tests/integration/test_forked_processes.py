@@ -1,4 +1,4 @@
-"""A process that was forked has none of the threads that compute, says so, and waits for none."""
+"""A forked process has none of the threads that compute; it says so, and waits for none of them."""
 
 from __future__ import annotations
 

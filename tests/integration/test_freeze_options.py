@@ -79,7 +79,7 @@ EXPECTED = Freezing(limit="1MiB", recall_interval=7)
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that records the freezing settings of sessions."""
+    """Return a list that records the freezing settings of each session that is opened."""
     seen: list[Any] = []
     original = Session.__init__
 

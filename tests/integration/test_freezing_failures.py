@@ -40,7 +40,7 @@ def assert_one_sentence(error: BaseException, *words: str) -> None:
 
 
 def test_a_full_disk_stops_before_anything_is_read(tiny_llama: Path, tmp_path: Path) -> None:
-    """When there is room again, the session continues as if nothing had happened."""
+    """Once there is room again, the session continues as if nothing had happened."""
     with session_of(tiny_llama, kv_budget=40) as session:
         expected = [session.decode(tokens_for(150)), session.decode(tokens_for(60, seed=2))]
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:
@@ -55,7 +55,7 @@ def test_a_full_disk_stops_before_anything_is_read(tiny_llama: Path, tmp_path: P
 
 
 def test_a_disk_that_fails_later(tiny_llama: Path, tmp_path: Path) -> None:
-    """Room was reserved, but writing fails: what was read stays."""
+    """If writing fails although room was reserved, the micro-batches that were read stay."""
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:
         session.decode(tokens_for(30))
         with no_file_beyond(8192), pytest.raises(FreezeError) as refused:
@@ -169,7 +169,10 @@ def goes_on_without(session: Session, entries: list[list[int]], position: int, f
 
 
 def test_what_gave_up_can_be_saved_and_loaded(tiny_llama: Path, tmp_path: Path) -> None:
-    """The file has no frozen entries; only a new session can load frozen ones."""
+    """A session that gave up its frozen entries can be saved, without them.
+
+    Frozen entries can be loaded only by a session that gave nothing up.
+    """
     options = {"kv_budget": 40, "policy": "rolling-freeze"}
     with session_of(tiny_llama, **options) as session:
         session.decode(tokens_for(250))

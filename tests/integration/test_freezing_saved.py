@@ -1,4 +1,4 @@
-"""Sessions with cold storage can be saved, and exceed the trained context."""
+"""Sessions with cold storage can be saved, and can go beyond the trained context."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ON_DISK = [
 
 
 def after(session: Session) -> tuple[Any, ...]:
-    """Return everything that a session can be asked for, now and after further tokens."""
+    """Return everything that can be observed of a session, now and after further tokens."""
     state = (session.position, session.tokens, all_entries(session), frozen_entries(session))
     rows = session.decode(tokens_for(70, seed=9), all_logits=True)
     single = [session.decode([token]).tobytes() for token in tokens_for(30, seed=8)]

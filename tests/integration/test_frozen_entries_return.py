@@ -91,7 +91,7 @@ def test_resize_freezes_and_thaw_restores(tiny_llama: Path) -> None:
         check_all_is_there(session)
         assert session.cache.evicted == 0
         assert {len(entries) for entries in all_entries(session)} == {60}
-        assert session.cache.thaw() == 0  # There is no room.
+        assert session.cache.thaw() == 0  # The budget has no room for more entries.
         session.cache.resize(100)
         assert session.cache.thaw() == 40 * session._slot.store.facts.n_kv_heads
         check_all_is_there(session)
@@ -116,7 +116,8 @@ def take_a_step(session: Session, chance: random.Random) -> None:
             dropped = session.cache.evicted
             session.text.truncate(chance.randint(session.position * 3 // 4, session.position))
             if dropped:
-                session.reset()  # Dropped entries count in any case.
+                # Entries that were dropped count as evicted until the session is reset.
+                session.reset()
         case "resize":
             session.cache.resize(chance.choice([24, 40, 100]))
         case "thaw":

@@ -17,17 +17,17 @@ def stem(page: Path) -> str:
 
 
 WITH_TEMPLATE = "embed"
-"""The page whose programs need a model with a chat template; the others use the smallest model."""
+"""The page whose programs need a model with a chat template; other pages use the smallest model."""
 
 
 NOT_RUN = {"documents-at-a-server", "gpu", "hub", "images", "install"}
-"""Pages whose commands would change the environment, or need what is not on this machine: a GPU,
-the hub, a model with a projector, object storage.
+"""Pages whose commands would change the environment, or need what this machine lacks: a GPU, the
+hub, a model with a projector, object storage.
 """
 
 
 def follow(page: Path, reader: Reader) -> None:
-    """Type the commands of a page, from its beginning to its end."""
+    """Run the commands of a page in their order."""
     for block in blocks_of(page):
         if block.reason is None:
             reader.type(block)

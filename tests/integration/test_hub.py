@@ -1,4 +1,4 @@
-"""Models are fetched from a fake hub by name, with -hf at the command line."""
+"""Models are fetched by name from a fake hub, which -hf does on the command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ RUN = ("-c", 64, "-t", 1, "-p", "the", "-n", 3, "--no-chat", "--temp", 0)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Write three quantisations of the same weights, and a projector, as in real repositories."""
+    """Return the files of a repository like real ones: three quantisations of the same weights, and
+    a projector.
+    """
     folder = tmp_path_factory.mktemp("hub")
     files = {}
     for kind in ("F16", "F32", "Q8_0"):
@@ -80,7 +82,7 @@ class Machine:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def fetch(self, *arguments: object) -> Path:
-        """Return the path of the model that the arguments ask for."""
+        """Run a program that fetches the model of the arguments; return its path."""
         result = self.run(*arguments, python=FETCH)
         assert result.returncode == 0, result.stderr
         return Path(result.stdout.strip())
@@ -292,7 +294,9 @@ def test_what_goes_wrong_is_said_in_a_sentence(
     arguments: tuple[str, ...],
     says: tuple[str, ...],
 ) -> None:
-    """It runs in this process, because there are many cases."""
+    """An error of fetching is one sentence that says what to do; the many cases run in this
+    process.
+    """
     huggingface = constants.ENDPOINT
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface, hub.url)
@@ -394,7 +398,7 @@ def test_a_checkpoint_of_a_known_model_is_converted_once(machine: Machine, tmp_p
     assert target.stat().st_mtime_ns == when
     assert machine.hub.contents() == sent
     for path in target.parent.glob("*.safetensors"):
-        path.unlink()  # Remove it to have room.
+        path.unlink()  # This file is removed to make room.
     assert machine.fetch(known.name) == target
     assert scan_cache_dir(machine.folder / "hub").warnings == []
     refused = machine.run("plan", "-hf", f"{known.name}:Q8_0")

@@ -121,7 +121,8 @@ def test_ctrl_c_while_an_image_is_encoded_ends_the_turn_alone(
         def press(*_: object) -> None:
             signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr(image_options, "say", press)  # It is called before the encoding.
+        # This function is called before the image is encoded.
+        monkeypatch.setattr(image_options, "say", press)
         answer = conversation.ask("what is it")
         assert (answer.interrupted, answer.unread, session.position) == (True, None, 0)
         monkeypatch.setattr(image_options, "say", lambda _: None)

@@ -34,7 +34,8 @@ from tests.support.vision_models import (
     write_vision,
 )
 
-ROUNDING = 1e-3  # K and V are rounded to f16; it is relative to the spread of the logits.
+# The logits' error from rounding K and V to f16, relative to the spread of the logits.
+ROUNDING = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,9 @@ def test_logits_are_those_of_llama_cpps_helper(model: VisionModel, n_ubatch: int
 
 
 def test_what_is_said_beside_an_image_names_no_control_token(causal: VisionModel) -> None:
-    """llama.cpp's helper tokenises the whole prompt, so the names in it are changed."""
+    """The names of control tokens beside an image are changed, because llama.cpp's helper tokenises
+    the whole prompt.
+    """
     with causal.session() as session:
         images = session.images
         assert images is not None
@@ -84,9 +87,9 @@ def test_what_is_said_beside_an_image_names_no_control_token(causal: VisionModel
 
 
 KINDS_OF_LAYERS = (
-    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # These are recurrent.
-    *("gemma2", "llama4"),  # These attend to windows and chunks.
-    *("deepseek2", "phi3", "qwen3vl"),  # Heads differ most here.
+    *("lfm2", "falcon-h1", "granitehybrid", "qwen35"),  # These models are recurrent.
+    *("gemma2", "llama4"),  # These models have sliding or chunked windows.
+    *("deepseek2", "phi3", "qwen3vl"),  # The heads of these models are unusual in size or number.
 )
 
 
@@ -139,8 +142,8 @@ def test_an_image_that_sees_itself_needs_a_micro_batch_of_its_size(
 
 
 def test_text_after_an_image_goes_on_as_in_llama_cpp(model: VisionModel) -> None:
-    """Text is read token by token, as answers are written; with M-RoPE, its positions lag
-    behind.
+    """Text after an image gives llama.cpp's logits token by token, also with M-RoPE, whose
+    positions lag behind.
     """
     more = " in the other land of the old road"
     expected = helper_logits(model.path, model.projector, TEXT + more, FILES)
@@ -173,7 +176,7 @@ def test_images_never_exceed_a_small_budget(model: VisionModel, store: str, poli
 
 
 def test_entries_of_an_image_are_ranked_by_what_attends_to_them(causal: VisionModel) -> None:
-    """Some rows of an image beyond the recent window are kept, and not only its last ones."""
+    """Beyond the recent window, some rows of an image are kept, and not only its last ones."""
     with causal.session(policy="uniform", kv_budget=40, n_ubatch=32, recent_window=8) as session:
         prompt = prompt_of(session)
         session.decode(prompt.tokens)
@@ -199,7 +202,7 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
 def test_the_same_image_has_the_same_tokens_and_another_has_others(session: Session) -> None:
     first, again = prompt_of(session), prompt_of(session)
     assert first.tokens == again.tokens
-    assert first.images[0] is again.images[0]  # It was not encoded again.
+    assert first.images[0] is again.images[0]  # The image was not encoded again.
     other = prompt_of(session, files=[png(64, 40, seed=8), FILES[1]])
     assert len(other.tokens) == len(first.tokens)
     differs = [a != b for a, b in zip(first.tokens, other.tokens, strict=True)]
@@ -273,7 +276,7 @@ def test_checkpoints_and_forks_hold_images(causal: VisionModel) -> None:
 
 
 def test_two_sessions_of_a_pool_read_images_and_write_at_a_time(causal: VisionModel) -> None:
-    """llama.cpp reads either tokens or embeddings, so that a step has only one of them."""
+    """Sessions take turns, because a step of llama.cpp reads either tokens or embeddings."""
     options = {"n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16", "n_sequences": 2}
     answers: dict[int, list[int]] = {}
     with Pool(causal.path, kv_budget=1.0, **options) as pool:
@@ -321,7 +324,7 @@ def test_refuses_what_is_no_image_and_goes_on(causal: VisionModel, damage, words
 
 
 def test_files_that_are_changed_at_random_are_read_or_refused(causal: VisionModel) -> None:
-    """llama.cpp decodes them in this process, which must not end."""
+    """No damaged image ends this process, in which llama.cpp decodes them."""
     random = np.random.default_rng(3)
     outcomes = [0, 0]
     with causal.session() as session:

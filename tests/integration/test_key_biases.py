@@ -1,4 +1,4 @@
-"""The biases that a model adds to its keys are read from its file, and cost q8_0 no precision."""
+"""The biases that a model adds to its keys are read from its file, so that q8_0 stays precise."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def logits_of(path: Path, tokens: list[int], **options: Any) -> npt.NDArray[np.f
 
 
 def test_q8_0_keeps_what_f16_knows(biased: Path) -> None:
-    """A full cache in q8_0 is as near to stock llama.cpp as without biases.
+    """A full cache in q8_0 stays near stock llama.cpp, because keys are stored without their
+    biases.
 
-    With the biases in its keys, it is more than ten times as far away.
+    Keys that are stored with their biases are more than ten times as far away.
     """
     tokens = tokens_for(300)
     stock = stock_logits(biased, tokens)
@@ -68,7 +69,8 @@ def test_biases_and_spreads_are_those_of_the_file(biased: Path, tmp_path: Path) 
     assert bias.shape == spread.shape == (2, 32)
     np.testing.assert_array_equal(bias[:, -2:], LARGE)
     np.testing.assert_array_equal(bias[:, :-2], np.float32(0.1))
-    # The rows of the projection have norms of KEY_SCALE, times what the norm multiplies.
+    # The rows of the projection have a norm of KEY_SCALE, and are multiplied by the weights of the
+    # layer's norm.
     assert 0.2 < spread.min() < spread.max() < 5.0
     joint = tmp_path / "gpt2.gguf"
     write_gpt2(joint, n_ctx_train=64)
@@ -97,7 +99,9 @@ def test_plan_and_stats_say_it(biased: Path) -> None:
 
 
 def test_saved_sessions_hold_keys_of_one_form(biased: Path, tmp_path: Path) -> None:
-    """A session goes on as if it had not been saved, and refuses keys that are stored otherwise."""
+    """A loaded session continues as if it had not been saved, and keys that are stored in another
+    form are refused.
+    """
     tokens = tokens_for(200)
     options: dict[str, Any] = {"kv_budget": 0.5, "n_ctx": 512, "kv_type": "q8_0", "n_threads": 1}
     with Session(biased, **options) as session:
@@ -115,7 +119,7 @@ def test_saved_sessions_hold_keys_of_one_form(biased: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["auto", "q4_0"])
 def test_frozen_keys_are_searched_and_come_back(biased: Path, kind: str) -> None:
-    """What is frozen and restored is attended to with its biases, in every type of cold storage."""
+    """Frozen keys are recalled and attended to with their biases, in every type of cold storage."""
     tokens = tokens_for(400)
     options: dict[str, Any] = {"n_ctx": 512, "kv_type": "q8_0", "n_threads": 1}
     with Session(biased, kv_budget=128, freeze=Freezing(kv_type=kind), **options) as session:

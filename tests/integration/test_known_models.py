@@ -30,9 +30,10 @@ TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 60)]
 
 
 def tiny(known: KnownModel) -> I2sModel:
-    """Return its architecture, head size and query heads per KV head, in two layers of few heads.
+    """Return a tiny model with its architecture, head size, and query heads per KV head.
 
-    The rows of 1bitLLM's 3B fill blocks of 32 but not of 256, and those of the others fill both.
+    It has two layers. Rows of 1bitLLM's 3B fill blocks of 32 but not of 256, and those of the
+    others fill both.
     """
     group, head_dim = known.n_head // known.n_head_kv, known.shape.head_dim
     n_head = group if group > 1 else 8 if known.n_embd % 256 else 16
@@ -52,7 +53,9 @@ def other_head(n_embd: int) -> np.ndarray[Any, np.dtype[np.float16]]:
 
 
 def directory_of(known: KnownModel, model: I2sModel, path: Path) -> Path:
-    """Write a checkpoint with the keys of the published config, packed or as masters."""
+    """Write a checkpoint with the keys of the published config: with packed weights, or with the
+    original floats.
+    """
     packed = known.storage == "packed"
     inverted = {"quant_method": "bitnet", "modules_to_not_convert": None}
     straight = {"quant_method": "bitnet", "linear_class": "autobitlinear"}
@@ -62,7 +65,7 @@ def directory_of(known: KnownModel, model: I2sModel, path: Path) -> Path:
         "tie_word_embeddings": known.tied,
         "quantization_config": (inverted if known.architecture == "llama" else straight),
     }
-    if not packed:  # 1bitLLM has this class.
+    if not packed:  # Only checkpoints of 1bitLLM have this class.
         changes |= {"architectures": ["BitnetForCausalLM"], "model_type": "llama"}
         changes["quantization_config"] = None
     tensors = hf_tensors(model, packed=packed)
@@ -123,10 +126,11 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["models", "--known", "--json", "--kv-budget", "0.5"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     names = {*rows, *(name for row in rows.values() for name in row["variants"])}
-    assert len(names) == 15  # These are in the list of Microsoft's bitnet.cpp.
+    assert len(names) == 15  # The list of Microsoft's bitnet.cpp has these models.
     ten = rows["tiiuae/Falcon3-10B-1.58bit"]
     assert ten["kv_bytes_per_1000_tokens_f16"] == 1000 * 2 * 2 * 40 * 4 * 256
-    assert ten["kv_bytes_budget"] < 0.3 * ten["kv_bytes_f16"]  # q8_0 of half the entries.
+    # Half of the entries in q8_0 take less than 0.3 of all of them in f16.
+    assert ten["kv_bytes_budget"] < 0.3 * ten["kv_bytes_f16"]
     assert set(ten["weight_types"]) == {"TQ2_0", "Q6_K", "F32"}
     assert ten["entries_per_head_budget"] == 32768 // 2
     assert ten["conversion_paths"] == ["packed directory"]

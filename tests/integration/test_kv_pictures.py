@@ -1,4 +1,4 @@
-"""Pictures of the cache show what the session itself holds."""
+"""Pictures of the cache show what the session holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from entropykv.store.headwise import HeadwiseStore
 
 
 def shares(positions: Any, first: int, per_column: int, n_columns: int) -> Any:
-    """Return the shares of columns, in 255ths, rounded up."""
+    """Return for each column the fraction of its positions that are held, in units of 1/255,
+    rounded up.
+    """
     counts = [
         sum(first + i * per_column <= p < first + (i + 1) * per_column for p in positions)
         for i in range(n_columns)

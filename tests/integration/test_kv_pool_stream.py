@@ -1,4 +1,6 @@
-"""The stream of a pool's pictures shows all conversations, and what a new one costs the others."""
+"""The stream of a pool shows all conversations, and how many entries a new one takes from the
+others.
+"""
 
 from __future__ import annotations
 

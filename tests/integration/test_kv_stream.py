@@ -81,7 +81,9 @@ def test_a_stream_ends_after_its_seconds(server: Server) -> None:
 
 
 def test_a_stream_ends_as_early_as_its_app_says() -> None:
-    """Replicas end it early, because Ray Serve waits for the end of all requests."""
+    """Replicas end a stream before the client's limit, because Ray Serve waits until all requests
+    have ended.
+    """
 
     async def talk() -> tuple[float, str]:
         model = ModelOptions(model=str(MODEL), n_threads=1)
@@ -95,7 +97,7 @@ def test_a_stream_ends_as_early_as_its_app_says() -> None:
 
     seconds, text = asyncio.run(talk())
     assert text.startswith("event: model\n")
-    assert 0.9 < seconds < 40  # It asked for 60.
+    assert 0.9 < seconds < 40  # The client asked for 60 seconds.
 
 
 def test_the_description_says_that_it_is_a_stream_of_events(server: Server) -> None:
@@ -142,7 +144,7 @@ def test_a_viewer_needs_the_key_and_there_are_sixteen_at_most(server: Server) ->
         url = f"{server.url}/v1/kv/stream"
         open_ones = []
 
-        def sixteen_are_let_in() -> bool:  # Viewers of other tests may still be leaving.
+        def sixteen_are_let_in() -> bool:  # Viewers of earlier tests may still be leaving.
             response = client.send(client.build_request("GET", url), stream=True)
             lines = response.iter_raw()
             next(lines)
@@ -156,7 +158,7 @@ def test_a_viewer_needs_the_key_and_there_are_sixteen_at_most(server: Server) ->
         assert "watch already" in refused.json()["error"]["message"]
         for response, _ in open_ones:
             response.close()
-        # Those that have gone are no longer counted.
+        # Viewers that have gone are no longer counted.
         wait_for(lambda: client.get(f"{url}?seconds=1").status_code == 200)
 
 
@@ -164,7 +166,8 @@ def test_a_viewer_does_not_keep_the_server_from_stopping() -> None:
     server = Server()
     with httpx.stream("GET", f"{server.url}/v1/kv/stream", timeout=60) as watching:
         next(watching.iter_raw())
-        code, errors = server.end()  # It would wait for the stream, for more than its timeout.
+        # The server would wait for the stream for longer than this call's timeout.
+        code, errors = server.end()
     assert code == 0
     assert "Traceback" not in errors, errors
 

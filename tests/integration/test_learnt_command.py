@@ -1,4 +1,6 @@
-"""run, chat and serve keep what the first texts teach, and say so; models --learnt lists it."""
+"""run, chat and serve keep the predictor that first texts teach, and say so; models --learnt lists
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ N_CTX = 2048
 
 
 def prompt_of(n_letters: int, seed: int = 1) -> str:
-    """Return a text that does not repeat itself."""
+    """Return a text of random letters, which does not repeat itself."""
     letters = list("abcdefghijklmnopqrstuvwxyz")
     return "".join(str(each) for each in np.random.default_rng(seed).choice(letters, n_letters))
 
@@ -35,7 +37,7 @@ def run(own_llama: Path, *options: object, seed: int = 1) -> subprocess.Complete
 
 
 def learn_at_once(own_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep a complete predictor of one text."""
+    """Keep a predictor that is complete after one text."""
     with monkeypatch.context() as patch:
         need_texts(patch, 1)
         with Session(own_llama, n_ctx=N_CTX, kv_budget=0.2, n_threads=1) as session:
@@ -50,7 +52,7 @@ def test_later_runs_read_less_twice(
         "are read twice to learn it, and fewer of later texts"
     )
     assert "--policy fast reads every text once" in after
-    assert "tokens/s" in after  # It is said before the text is read.
+    assert "tokens/s" in after  # The report comes before the text is read.
     assert "tokens/s" not in before
     assert "tokens beyond the budget were read twice" in after
     assert f"1 of {LEAST_TEXTS} texts have taught something" in first.stderr
@@ -115,7 +117,8 @@ def test_a_server_keeps_what_several_conversations_agree_on(
             ask(server, 1)  # The same conversation again confirms nothing.
             assert not kept_in(learnt_folder).complete
         ask(server, 2)
-        assert not kept_in(learnt_folder).complete  # Two conversations may be one client's.
+        # Two conversations may come from the same client, so they do not complete the predictor.
+        assert not kept_in(learnt_folder).complete
         for seed in range(3, LEAST_TEXTS + 1):
             ask(server, seed)
         assert kept_in(learnt_folder).complete

@@ -1,4 +1,6 @@
-"""What the first texts teach of a model is kept for later processes, and never stops one."""
+"""The predictor that first texts teach is kept for later processes; if it cannot be kept, sessions
+still work.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_text")
 
 
 def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:
-    """Read a text in a session of its own; returns what is said at the end."""
+    """Read a text in a session of its own; return the report about the learnt predictor, or
+    None.
+    """
     with Session(own_llama, **{**INSIDE, **options}) as session:
         session.decode(tokens)
         fit = session.cache.predictor_fit
@@ -75,7 +79,7 @@ def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
 def test_every_text_of_the_first_ones_teaches_a_round(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The predictor of three texts is the mean of what each of them shows, weighted by tokens."""
+    """A predictor of three texts is the mean of those of each text, weighted by tokens."""
     need_texts(monkeypatch, 3)
     weights, counts = [], []
     for number in range(3):
@@ -106,7 +110,9 @@ def test_every_text_of_the_first_ones_teaches_a_round(
 def test_short_texts_of_several_processes_add_up(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them shows half of what is needed; what is kept is tested with the next one."""
+    """Two texts in two processes, each with half of the tokens that are needed, complete a
+    predictor.
+    """
     need_texts(monkeypatch, 2)
     short = second_readings.ROUND_TOKENS + 60
     said = read(own_llama, TOKENS[:short], kv_budget=60)
@@ -155,7 +161,8 @@ def test_it_is_off_where_somebody_says_so(
     assert not learnt_folder.exists()
     read(own_llama, TOKENS, learn=True)
     assert kept_in(learnt_folder).complete
-    with Session(own_llama, **INSIDE) as session:  # Off means that nothing is read, either.
+    # Without learning, nothing that was learnt earlier is read, either.
+    with Session(own_llama, **INSIDE) as session:
         assert session.cache.predictor_fit is not None
     monkeypatch.setenv("ENTROPYKV_LEARN", "perhaps")
     with pytest.raises(SettingsError, match="ENTROPYKV_LEARN cannot be 'perhaps'; set it to on or"):
@@ -262,8 +269,10 @@ def test_texts_that_repeat_themselves_teach_nothing(
 def test_rounds_that_do_not_agree_are_not_kept(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After four rounds that do not agree, predictions are used all the same, so that no process
-    reads every text twice for ever.
+    """After four rounds that do not agree, the process uses their predictions, but keeps nothing on
+    disk.
+
+    Otherwise it would read every text twice.
     """
     monkeypatch.setattr(second_readings, "LEAST_CORRELATION", 1.1)
     with Session(own_llama, **INSIDE) as session:
@@ -279,8 +288,10 @@ def test_rounds_that_do_not_agree_are_not_kept(
 def test_a_sibling_whose_decode_failed_does_not_stop_the_others(
     own_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a failed decode, a store has entries beyond the text, for which nothing can be
-    predicted until reset().
+    """Another session of a pool goes on, though no predictions are possible for one whose decode
+    failed.
+
+    Until reset(), the store of such a session has entries beyond its text.
     """
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=900, n_sequences=2, n_threads=1) as pool:
         failing, reader = pool.session(), pool.session()

@@ -1,4 +1,4 @@
-"""A pool without room lets go of sessions that were put aside, in one order and in one place."""
+"""A pool without room closes sessions that were put aside, in one order."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def put_aside(pool: Pool, session: Session) -> None:
 
 
 def take(pool: Pool, session: Session) -> None:
-    """Take a session that was put aside, so that it may be used."""
+    """Take a session out of the index of those that were put aside, so that it may be used."""
     index = pool.runner.kept_texts.index
     assert any(index.remove(each) for each in index.of(IdleSession) if each.session is session)
 
 
 def bytes_of(model: Path, prompt: list[int]) -> int:
-    """Return the bytes that a text takes outside the pool."""
+    """Return the bytes that a text takes when it is swapped out of the pool."""
     with pool_of(model, n_sequences=1, kv_budget=N_CTX, checkpoints="0") as pool:
         session = pool.session()
         written(session, prompt, 0)
@@ -71,7 +71,7 @@ def test_the_least_recently_used_is_let_go_for_one_that_reads(pool_llama: Path) 
         assert pool.runner.shared.n_let_go == 2
         assert pool.sessions() == sessions[2:]
         take(pool, sessions[2])
-        row = sessions[2].decode([7])[-1]  # Nothing is lost of those that are left.
+        row = sessions[2].decode([7])[-1]  # The remaining sessions have lost nothing.
     with pool_of(pool_llama, n_sequences=1, kv_budget=N_CTX) as alone:
         session = alone.session()
         session.decode([5, *LONG[1:]])
@@ -108,7 +108,9 @@ def test_a_step_without_pages_lets_go_of_what_cannot_leave_the_pool(
 
 
 def test_shares_stay_as_they_are_within_a_step(pool_llama: Path) -> None:
-    """So only those are let go that have none."""
+    """Within a step, only sessions without a share are closed, so that the shares of the others do
+    not change.
+    """
     with pool_of(pool_llama, n_sequences=2, kv_budget=2 * N_CTX) as pool:
         first, second = read(pool, 2)
         first.cache.swap_out()
@@ -120,7 +122,7 @@ def test_shares_stay_as_they_are_within_a_step(pool_llama: Path) -> None:
 
 
 def kept(cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> Session:
-    """Answer a prompt, and keep its conversation."""
+    """Read a prompt, and keep its conversation in the cache; return its session."""
     session = cache.take(tokens, caller)
     session.decode(tokens[session.position :])
     cache.has_read(session)
@@ -129,7 +131,7 @@ def kept(cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> Sessio
 
 
 def test_others_are_let_go_for_a_copy(pool_llama: Path) -> None:
-    """But not the one that is copied, though it is the only one left."""
+    """A copy may close other conversations to have room, but never the one that is copied."""
     with tight(pool_llama) as pool:
         cache = PrefixCache(pool, 8)
         first, second = kept(cache, [3, *LONG[1:]]), kept(cache, LONG)

@@ -44,8 +44,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_completions_are_those_of_stock(pair: tuple[EntropyLlama, Llama], call: str) -> None:
-    """Usage and finish_reason are equal, too. Only few tokens are sampled, because rounding errors
-    add up.
+    """Answers equal stock's in text, usage and finish_reason.
+
+    Only few tokens are sampled, because rounding errors add up.
     """
     ours, stock = pair
     options = {"max_tokens": 12 if "seed" in CALLS[call] else 24, **CALLS[call]}
@@ -61,7 +62,7 @@ def test_streams_are_those_of_stock(pair: tuple[EntropyLlama, Llama], call: str)
     whole = stock.create_completion(PROMPT, **options)
     expected = [*stock.create_completion(PROMPT, stream=True, **options)]
     found = [*ours.create_completion(PROMPT, stream=True, **as_long(options, whole))]
-    # Stock leaves characters of several tokens out of a stream.
+    # A stream of stock's lacks characters that consist of several tokens.
     assert "".join(each["choices"][0]["text"] for each in found) == whole["choices"][0]["text"]
     assert [each["choices"][0]["finish_reason"] for each in found[:-1]] == [None] * (len(found) - 1)
     assert content(found[-1]) == content(expected[-1])
@@ -94,7 +95,7 @@ def test_signatures_are_those_of_stock(name: str) -> None:
 def test_tokens_behind_the_end_of_a_text_are_those_of_stock(
     pair: tuple[EntropyLlama, Llama],
 ) -> None:
-    """generate() goes on for as long as its caller wants."""
+    """generate() continues after the token that ends a text, as stock's does."""
     found = []
     for llm in pair:
         prompt, n_before = llm.tokenize(PROMPT.encode()), len(llm.tokenize(PROMPT.encode())) + 2
@@ -125,7 +126,7 @@ def test_tokens_that_are_sent_are_read_next(pair: tuple[EntropyLlama, Llama]) ->
 
 
 def test_a_text_between_two_others_is_refused_by_name(pair: tuple[EntropyLlama, Llama]) -> None:
-    """Stock takes token 0 for all the tokens that such a model would have."""
+    """A suffix is refused for a model without tokens for it; stock would use token 0 instead."""
     with pytest.raises(SettingsError, match="suffix: the model was not trained"):
         pair[0]("def add(", suffix="return a", max_tokens=2)
 
@@ -176,8 +177,8 @@ CHATS_OF_JSON: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def smol_pair(smollm2: Path) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Use the flat store with llama.cpp's products: the graph, and so the rounding, is that of
-    stock.
+    """Open the flat store with llama.cpp's products, so that the graph and its rounding are those
+    of stock.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("entropykv.store.flat.serves_products", lambda: False)
@@ -199,7 +200,7 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
         reply = llm.create_chat_completion(messages, **options)["choices"]
         for choice in reply:
             for tool in choice["message"].get("tool_calls", ()):
-                tool.pop("id")  # It contains the id of the completion.
+                tool.pop("id")  # The id contains that of the completion, which differs.
         chunks = list(llm.create_chat_completion(messages, stream=True, **options))
         deltas = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
         replies.append((reply, deltas))
@@ -208,7 +209,9 @@ def test_chats_are_those_of_stock(smol_pair: tuple[EntropyLlama, Llama], call: s
 
 @pytest.mark.parametrize("call", CHATS_OF_JSON)
 def test_chats_in_json_are_complete(smol_pair: tuple[EntropyLlama, Llama], call: str) -> None:
-    """Stock llama_cpp.Llama cuts such chats off, because its grammars know fewer keywords."""
+    """Chats in JSON are complete; stock llama_cpp.Llama cuts them off, because its grammars know
+    fewer keywords.
+    """
     ours, _ = smol_pair
     chat: Any = {"messages": [{"role": "user", "content": "Name a city in France, as JSON."}]}
     chat |= {"temperature": 0.0, "max_tokens": 100, **CHATS_OF_JSON[call]}
@@ -248,7 +251,7 @@ def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) ->
 
 
 def test_the_bitnet_with_squared_relu(store: str) -> None:
-    """Stock llama.cpp would compute SiLU, so a Session's greedy text is the reference."""
+    """The BitNet's greedy text is that of a Session; stock llama.cpp would compute SiLU instead."""
     demo = shipped.DEMOS["bitnet"]
     document = demo.document.read_text(encoding="utf-8")
     with Session(demo.path, n_ctx=512, kv_type="f16", store=store, n_threads=1) as session:

@@ -67,7 +67,7 @@ def write_adapter(path: Path, n_embd: int, rank: int = 4) -> None:
 
 
 def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: str) -> None:
-    """The adapter is used in the context of the budget, and in the one that detach() makes."""
+    """An adapter is used in the context with a budget, and in the one that detach() makes."""
     write_adapter(tmp_path / "lora.gguf", n_embd=192)
     lora: dict[str, Any] = {"lora_path": str(tmp_path / "lora.gguf"), "lora_scale": 0.7}
     tokens = tokens_for(30)
@@ -134,7 +134,7 @@ def test_refuses_budgets_and_files_by_name(tiny_llama: Path, tmp_path: Path) -> 
 
 
 def test_layers_may_be_offloaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, no layer is offloaded, whatever n_gpu_layers says, as in stock."""
+    """Without a device, any n_gpu_layers gives the headwise store."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         llm = EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, **QUIET)

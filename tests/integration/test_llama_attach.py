@@ -30,7 +30,7 @@ def test_attach_in_place_and_back(tiny_llama: Path, store: str) -> None:
     llm = attach(stock, kv_budget=0.5, kv_type="f16", store=store, n_sinks=2, recent_window=20)
     assert llm is stock
     assert isinstance(stock, EntropyLlama)
-    assert old_context.ctx is None  # It was freed.
+    assert old_context.ctx is None  # The stock context was freed.
     assert stock.model == handle  # The model was not loaded again.
     assert stock.n_tokens == 0
     assert stock.n_ctx() == 200
@@ -102,8 +102,8 @@ def test_an_attach_that_fails_changes_nothing(tiny_llama: Path) -> None:
     stock.close()
 
 
-# Sizes of the process after each step. It is a process of its own, because in one with other tests
-# models that these have left behind may be freed in between. The first session also maps libraries.
+# This program prints the size of the process after each step. It runs alone, because memory that
+# other tests have left behind might be freed in between. Its first session also maps libraries.
 SIZES = """
 import json, sys
 from pathlib import Path
@@ -129,8 +129,8 @@ print(json.dumps([*sizes, allocated()]))
 
 @pytest.mark.needs("/proc/self/status")
 def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
-    """8,192 cells of f16 are 180 MiB: attach() frees them, and EntropyLlama never
-    allocates them.
+    """attach() frees stock's cache (180 MiB for 8,192 cells of f16), and EntropyLlama never
+    allocates it.
     """
     n_ctx, cache_bytes = 8192, 8192 * 30 * 2 * 3 * 64 * 2
     sizes = json.loads(python(SIZES, smollm2, n_ctx).stdout)
@@ -141,7 +141,7 @@ def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
 
 
 def test_the_stub_has_hardly_any_cells(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """llama-cpp-python makes a context before it can be replaced."""
+    """The context that llama-cpp-python makes, and that is replaced afterwards, has few cells."""
     cells = []
     original = llama_cpp.llama_init_from_model
 

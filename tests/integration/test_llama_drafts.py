@@ -1,4 +1,4 @@
-"""Drafts in EntropyLlama and at the server: answers are what they are without them."""
+"""Drafts in EntropyLlama and in the server do not change answers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_tokens_are_the_same(
 
 
 def test_an_answer_that_was_left_early_is_followed_by_others(pool_llama: Path) -> None:
-    """What was read ahead of the last token is not in the text."""
+    """If an answer is left early, tokens that were read ahead do not become part of the text."""
     given = {**PLAIN, "spec_type": "ngram", "kv_budget": 1.0}
     llm = EntropyLlama(str(pool_llama), **given)
     llm._session.reader.drafting = None

@@ -19,8 +19,8 @@ from entropykv.cli.llama_flags import CLI, FLAGS, SERVER, LlamaFlag, Use, flags_
 from entropykv.cli.parser import CommandParser
 from tests.support.running_server import Server
 
-# The READMEs of the tools of llama.cpp list all spellings in its common/arg.cpp, here as of
-# llama-cpp-python 0.3.36: their number, and the SHA-256 of the sorted lines.
+# For each tool of llama.cpp, the number of spellings that its README lists, and the SHA-256 of the
+# sorted lines. They are those of common/arg.cpp in the llama.cpp of llama-cpp-python 0.3.36.
 SPELLINGS = {
     CLI: (345, "6dfdcab05b6505c2773f8caba0dfaf5dbf4c3df69bdbdd5c932fb521356d174f"),
     SERVER: (412, "5a8dadeba21433d401804c8c96bf026f8368948144c740d28a98009a797c61c2"),
@@ -107,7 +107,9 @@ PASTED = [line for line in _LINES.read_text("utf-8").splitlines() if not line.st
 
 
 def pasted(line: str, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Return the command, and its words with existing files."""
+    """Return our command for a line of llama.cpp, and its arguments with paths of existing
+    files.
+    """
     tool, *words = shlex.split(line)
     files = {"-m": model, "--model": model, "--grammar-file": folder / "json.gbnf"}
     for flag, path in files.items():
@@ -131,7 +133,7 @@ def test_pasted_lines_of_llama_cli_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "json.gbnf").write_text('root ::= "{}"', encoding="utf-8")
-    # It has a chat template.
+    # This model has a chat template, which a system prompt needs.
     model = request.getfixturevalue("smollm2" if "-sys" in line else "tiny_llama")
     command, words = pasted(line, model, tmp_path)
     typed = TextIOWrapper(BytesIO(b"" if command == "run" else b"Hi\n"), encoding="utf-8")
@@ -143,11 +145,12 @@ def test_pasted_lines_of_llama_cli_run(
 @pytest.mark.parametrize("line", [line for line in PASTED if "llama-server" in line])
 def test_pasted_lines_of_llama_server_serve(tiny_llama: Path, tmp_path: Path, line: str) -> None:
     command, words = pasted(line, tiny_llama, tmp_path)
-    for flag in ("--host", "--port"):  # Other tests may use these now.
+    # The host and port of the line may be used by other tests now.
+    for flag in ("--host", "--port"):
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
     assert command == "serve"
-    for flag in ("-m", "--model"):  # Server adds the model itself.
+    for flag in ("-m", "--model"):  # The class Server adds the model itself.
         if flag in words:
             del words[words.index(flag) : words.index(flag) + 2]
     with Server(*words, model=tiny_llama, usual=()) as server:

@@ -1,6 +1,4 @@
-"""An EntropyLlama works over its whole life: figures, callbacks, errors within a call, and
-its end.
-"""
+"""The figures, callbacks, errors and end of an EntropyLlama are as documented."""
 
 from __future__ import annotations
 
@@ -22,7 +20,9 @@ from tests.support.tiny_models import write_llama
 
 
 def test_deleting_is_enough(tiny_llama: Path) -> None:
-    """No reference cycle keeps the session (and its pool); close() frees it while `llm` exists."""
+    """Without a reference cycle, deleting an EntropyLlama frees its session; so does close() before
+    that.
+    """
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     gone = weakref.ref(llm._session)
     llm(PROMPT, max_tokens=2)
@@ -67,7 +67,8 @@ def test_statistics_tell_prompt_from_generated(tiny_llama: Path) -> None:
     other = llm("of another", max_tokens=3, temperature=0.0, logit_bias={2: -1e9})["usage"]
     stats = llm.kv_stats()
     both = first["prompt_tokens"] + other["prompt_tokens"]
-    assert both - 1 <= stats.prompt_tokens <= both  # The two may share their BOS.
+    # The prompt and the answer before it may share their BOS.
+    assert both - 1 <= stats.prompt_tokens <= both
     assert stats.generated_tokens == first["completion_tokens"] + other["completion_tokens"]
     llm.close()
 
@@ -86,7 +87,7 @@ def test_on_evict_tells_what_was_dropped(tiny_llama: Path, store: str) -> None:
     llm.eval(tokens_for(60))
     assert events == []
     llm.eval(tokens_for(200))
-    assert len(events) == 1  # The decode call has one event, whatever its micro-batches.
+    assert len(events) == 1  # A decode call has one event, however many micro-batches it takes.
     assert events[0].position == 260
     assert events[0].kept == llm.kv_stats().entries_kept
     assert events[0].evicted + events[0].kept == 260 * 6
@@ -110,7 +111,9 @@ def test_a_stream_closed_half_way(pair: tuple[EntropyLlama, Llama]) -> None:
 
 
 def test_an_exception_in_a_logits_processor(pair: tuple[EntropyLlama, Llama]) -> None:
-    """llama-cpp-python prints it, and continues without the processor: ours passes it on."""
+    """An exception in a logits processor reaches the caller; llama-cpp-python prints it, and
+    continues without the processor.
+    """
     ours, _ = pair
 
     def fails(_: Any, __: Any) -> Any:
@@ -170,7 +173,9 @@ def test_an_exception_of_on_evict_leaves_the_model_where_it_is(tiny_llama: Path)
 def test_an_interrupt_while_reading(
     tiny_llama: Path, store: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second micro-batch: what was read before counts, and the rest is read again."""
+    """After an interrupt in the second micro-batch, the first one counts, and the rest is read
+    again.
+    """
     llm = EntropyLlama(str(tiny_llama), n_ctx=512, n_ubatch=32, kv_budget=96, store=store, **QUIET)
     tokens = tokens_for(120)
     expected = content(llm(tokens, max_tokens=8, temperature=0.0))
@@ -209,7 +214,9 @@ def test_seeds(tiny_llama: Path) -> None:
 
 
 def test_squared_relu_needs_no_other_file(tmp_path: Path) -> None:
-    """The activation in the file is computed, in whatever way the model was loaded."""
+    """The activation that the file names is computed also for a Llama that was loaded by
+    llama-cpp-python.
+    """
     path = tmp_path / "relu2.gguf"
     write_llama(path, weight_type="F32", activation="relu2")
     tokens = tokens_for(20)

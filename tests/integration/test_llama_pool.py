@@ -20,7 +20,7 @@ def llama_of(model: Path, **options: Any) -> EntropyLlama:
 
 
 def texts(llama: EntropyLlama, prompt: str) -> list[str]:
-    """Return greedy answers, answers with a seed and with a grammar, and a repeated one."""
+    """Return answers to a prompt: greedy, with a seed, with a grammar, and one that is repeated."""
     sampled = {"max_tokens": 24, "seed": 5, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
     return [
         llama(prompt, max_tokens=24, temperature=0)["choices"][0]["text"],

@@ -24,7 +24,9 @@ from tests.support.saved_sessions import all_entries
 def test_going_back_leaves_what_was_there(
     tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
 ) -> None:
-    """The entries at the last eviction are kept, and everything that was read since."""
+    """After going back, there are the entries of the last eviction, and all that were read
+    since.
+    """
     tokens = tokens_for(sum(steps))
     with Session(
         tiny_llama, n_ctx=600, kv_budget=budget, n_ubatch=16, store=store, n_threads=1
@@ -61,8 +63,10 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
         assert session.text.held().reusable_from == 100
         session.decode(tokens_for(3))
         assert session.text.held().reusable_from == 103
-        session.text.truncate(95)  # This is possible, but evicted entries do not return.
-        for _ in range(3):  # They do not return by reading on either, even if that evicts.
+        # Going back to here is possible, but evicted entries do not return.
+        session.text.truncate(95)
+        # Evicted entries do not return by reading on either, even if that evicts others.
+        for _ in range(3):
             position = session.position
             assert [session.text.held().can_return_to(p) for p in (0, 95, position)] == [
                 True,
@@ -134,7 +138,11 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
 def test_what_departs_after_the_last_eviction_is_read_from_there(
     tiny_llama: Path, store: str
 ) -> None:
-    """This holds if answers need not repeat; otherwise everything would be read again."""
+    """A text that differs only after the last eviction is read from there, if answers need not
+    repeat.
+
+    If they must repeat, it is read from its beginning.
+    """
     llm = EntropyLlama(
         str(tiny_llama),
         n_ctx=512,
@@ -159,7 +167,9 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(
 
 
 def test_without_evictions_any_prefix_is_used(tiny_llama: Path, store: str) -> None:
-    """The text and the entries are those of a model that never read anything else."""
+    """After going back to any common prefix, text and entries are those of a model that never read
+    anything else.
+    """
 
     def make() -> EntropyLlama:
         return EntropyLlama(
@@ -189,7 +199,7 @@ def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
 
 
 def test_going_back_by_hand(llm: EntropyLlama) -> None:
-    """The caller sets n_tokens: what cannot be rolled back is read again."""
+    """A caller may set n_tokens; what cannot be rolled back is read again."""
     llm.eval(tokens_for(150))
     assert llm._session.text.held().reusable_from > 100
     reads = Reads(llm)

@@ -76,7 +76,8 @@ def test_numbers_and_times_belong_together(server: Server) -> None:
     assert times["predicted_n"] == answer["tokens_predicted"] == 12
     assert times["prompt_per_second"] == pytest.approx(1e3 * times["prompt_n"] / times["prompt_ms"])
     rate = times["predicted_per_second"]
-    assert rate == pytest.approx(1e3 * 11 / times["predicted_ms"])  # The prompt gave the first one.
+    # The prompt gave the logits of the first token.
+    assert rate == pytest.approx(1e3 * 11 / times["predicted_ms"])
     again = complete(server, prompt="a text of its own")
     assert again["timings"]["cache_n"] > 0
     assert again["content"] == answer["content"]
@@ -116,7 +117,7 @@ def test_a_context_that_ends_is_told(server: Server) -> None:
     assert answer["truncated"] is True
     assert answer["stop_type"] == "limit"
     n_tokens = answer["tokens_evaluated"] + answer["tokens_predicted"]
-    assert n_tokens == N_CTX + 1  # The last one is not read.
+    assert n_tokens == N_CTX + 1  # The last token is written, but not read.
 
 
 def test_prompts_are_texts_tokens_and_both(server: Server) -> None:
@@ -149,7 +150,7 @@ def test_settings_tell_how_it_was_sampled(server: Server) -> None:
     assert settings["samplers"] == ["top_k", "typ_p", "temperature"]
     assert settings["dry_sequence_breakers"] == ["x"]
     assert settings["mirostat"] == 2
-    assert settings["seed"] == 7  # The server was given it.
+    assert settings["seed"] == 7  # The seed is that of the server's command line.
     assert {"token": 7, "bias": 1.5} in settings["logit_bias"]
     assert None in [each["bias"] for each in settings["logit_bias"]]
     assert complete(server, samplers="kt")["generation_settings"]["samplers"] == [
@@ -240,7 +241,7 @@ def test_a_text_is_filled_in_by_the_model_s_own_tokens(server: Server) -> None:
         len(ask(server, "/tokenize", content=text).json()["tokens"])
         for text in ("the old ", " end")
     )
-    assert answer["tokens_evaluated"] == 1 + n_plain + 3  # It begins with BOS.
+    assert answer["tokens_evaluated"] == 1 + n_plain + 3  # The prompt begins with BOS.
     extra = [{"filename": "a.txt", "text": "and more"}]
     longer = ask(server, "/infill", **body, input_extra=extra).json()
     assert longer["tokens_evaluated"] > answer["tokens_evaluated"] + len("a.txt")

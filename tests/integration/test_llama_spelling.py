@@ -13,11 +13,11 @@ from entropykv import ContextError, EntropyLlama
 from tests.support.llamas import GREEDY, QUIET, answer
 from tests.support.reads import Reads
 
-BYTE = 3  # Tiny models begin their 256 byte tokens here.
+BYTE = 3  # The first of the 256 byte tokens of tiny models.
 
 
 def as_bytes(text: str) -> list[int]:
-    """Return one token per byte, as the tiny models' tokenizer would never do."""
+    """Return one token per byte of a text, which the tiny models' tokenizer never does."""
     return [BYTE + byte for byte in text.encode("utf-8")]
 
 
@@ -62,7 +62,7 @@ def test_echo_of_a_text_in_other_tokens(llm: EntropyLlama) -> None:
 
 
 def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
-    """Text that spells </s> was read; a prompt with the control token is a different one."""
+    """Text that spells </s> is no match for a prompt with the control token."""
     llm.eval([llm.token_bos(), *as_bytes("the </s>")])
     prompt = llm.tokenize(b"the </s>and", add_bos=True, special=True)
     assert llm.token_eos() in prompt
@@ -71,7 +71,9 @@ def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
 
 
 def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
-    """The generation ends at the very end of the context, after a text that takes more tokens."""
+    """An answer ends at the end of the context, also if the text was read in more tokens than the
+    tokenizer gives.
+    """
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     letters = LlamaGrammar.from_string("root ::= [a-z ]+", verbose=False)
     endless: dict[str, Any] = {"max_tokens": None, "grammar": letters, "logit_bias": {2: -1e9}}
@@ -86,7 +88,7 @@ def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
     cached = [llm.token_bos(), *as_bytes(text)]
     llm.eval(cached[:63])
     prompt = llm.tokenize(text.encode(), add_bos=True)
-    llm(prompt, **endless)  # As single bytes, it would not fit.
+    llm(prompt, **endless)  # In single bytes, the text would not fit.
     assert llm.input_ids[: len(prompt)].tolist() == prompt
     llm.close()
 
@@ -128,7 +130,9 @@ QUESTIONS = [
 
 
 def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
-    """At 512 tokens per KV head; turns end by the model's stop token, or are cut off."""
+    """With 512 tokens per KV head, each turn reads only new text, whether the last answer ended by
+    itself or was cut off.
+    """
     llm = EntropyLlama(str(smollm2), n_ctx=4096, kv_budget=512, n_ubatch=128, **QUIET)
     messages: list[dict[str, str]] = []
     endings = []
@@ -148,13 +152,15 @@ def test_twelve_turns_read_only_what_is_new(smollm2: Path) -> None:
     assert set(endings) == {"stop", "length"}
     assert llm.n_tokens > 512
     assert stats.evictions > 0
-    # Every token was read once; the last of every turn is read with the next one, or not at all.
+    # Every token was read once; the last one of a turn is read with the next turn, or not at all.
     assert stats.prompt_tokens + stats.generated_tokens - llm.n_tokens in range(len(QUESTIONS) + 1)
     llm.close()
 
 
 def test_a_chat_whose_words_were_cut_otherwise(smollm2: Path) -> None:
-    """What the model wrote is spelled "hel" + "lo"; the next turn renders it as text."""
+    """A word that the model wrote as "hel" + "lo" is not read again, though the next turn spells it
+    in one token.
+    """
     llm = EntropyLlama(str(smollm2), n_ctx=512, kv_budget=128, n_ubatch=32, **QUIET)
 
     def tokens(text: str) -> list[int]:
@@ -175,7 +181,7 @@ def test_a_chat_whose_words_were_cut_otherwise(smollm2: Path) -> None:
     llm.reset()
     llm.eval([*opening, *written])
     reads.count()
-    # The answer is cut within a word.
+    # The answer ended within a word.
     llm([*opening, *tokens("hello to understanding" + ending)], **GREEDY)
     assert reads.count() == len(tokens("standing" + ending))
     llm.close()

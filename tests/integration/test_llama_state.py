@@ -15,7 +15,7 @@ from tests.support.logits import tokens_for
 
 
 def decoded_by(llm: EntropyLlama) -> list[int]:
-    """Return a list that gets every token that is decoded from now on."""
+    """Return a list to which every token is appended that is read from now on."""
     tokens: list[int] = []
     session = llm._session
     decode = session.reader.read

@@ -61,7 +61,9 @@ def test_an_answer_that_was_left_cannot_go_on(tiny_llama: Path) -> None:
 
 
 def test_seeds_are_those_of_llama(tiny_llama: Path) -> None:
-    """The texts are the same with a seed per call, and with one for the model."""
+    """Sampled texts equal those of llama_cpp.Llama, with a seed per call and with the model's
+    seed.
+    """
     arguments = {"n_ctx": 128, "seed": 7, **QUIET}
     ours = EntropyLlama(str(tiny_llama), kv_type="f16", **arguments)
     stock = Llama(str(tiny_llama), **arguments)

@@ -1,4 +1,6 @@
-"""A saved session leaves pages in its file until they change, shared with other processes."""
+"""A saved session leaves its pages in the file until they change, and shares them with other
+processes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support.saved_sessions import future, sections_start, session_of
 
 MAPS = Path("/proc/self/maps")
 WHOLE = {"n_ctx": 1024, "kv_budget": 1.0}
-"""A budget that holds the whole text."""
+"""Options of a session whose budget holds the whole text."""
 
 pytestmark = pytest.mark.needs("/proc/self/maps")
 
@@ -179,7 +181,7 @@ def test_a_changed_file_is_an_error_and_no_crash(
 
 
 class LosingStore:
-    """Finds after a step that its entries are lost."""
+    """Raise after each step that entries are lost."""
 
     drafts = None
 
@@ -204,7 +206,7 @@ def test_a_changed_file_disturbs_nobody_else_in_a_pool(
         first, second = pool.session(), pool.session()
         first.files.load(path)
         first.rest()
-        second.decode(tokens_for(100))  # The first one is swapped out, within the pool.
+        second.decode(tokens_for(100))  # The first session is swapped out, within the pool.
         fork = first.fork()
         os.truncate(path, 20000)
         second.decode(tokens_for(900 if leaves else 100, seed=1))

@@ -1,4 +1,4 @@
-"""Files with damaged metadata are refused, or work: none ends the process."""
+"""No file with damaged metadata ends the process: it is refused, or it works."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_llama_cpp_asserts_is_refused_before(
 
 
 def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path) -> None:
-    """In llama.cpp, tokenizing would end the process."""
+    """A vocabulary without all bytes is refused, because tokenizing would end the process."""
     path = tmp_path / "damaged.gguf"
     header = Header.read(DEMOS["bitnet"].path)
     llama = struct.pack("<IQ", GGUFValueType.STRING, 5) + b"llama"
@@ -49,7 +49,9 @@ def test_a_vocabulary_that_cannot_spell_every_text_is_refused(tmp_path: Path) ->
 
 
 def test_rope_of_no_values_is_refused(tmp_path: Path) -> None:
-    """In llama.cpp, its op never ends, because gemma's and bitnet's graphs compute it anyway."""
+    """RoPE over no values is refused, because llama.cpp's op would never end in gemma's and
+    bitnet's graphs.
+    """
     whole, damaged = tmp_path / "whole.gguf", tmp_path / "damaged.gguf"
     write_gemma(whole)
     header = Header.read(whole)

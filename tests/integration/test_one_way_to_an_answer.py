@@ -1,4 +1,4 @@
-"""The same chat gives the same tokens at every door: command line, server and EntropyLlama."""
+"""The same chat gives the same tokens through the command line, the server and EntropyLlama."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def sampling(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def of_command_line(folder: Path, template: str | None, sampling: dict[str, Any]) -> list[int]:
-    """Return the tokens of prompt and answer that `run` has read."""
+    """Return the tokens of the prompt and the answer that `run` has read."""
     saved, file = folder / "saved.ekv", folder / "template.jinja"
     flags = {"temperature": "--temp", "seed": "-s", "top_p": "--top-p"}
     flags["repeat_penalty"] = "--repeat-penalty"
@@ -64,7 +64,9 @@ def of_command_line(folder: Path, template: str | None, sampling: dict[str, Any]
 
 
 def of_server(template: str | None, sampling: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the same for every dialect of the server; its last token is not read."""
+    """Return the tokens of the prompt and the answer for every API of the server, without the last
+    token.
+    """
     others = {name: value for name, value in sampling.items() if name != "max_tokens"}
     of_openai = {name: value for name, value in sampling.items() if name != "repeat_penalty"}
     bodies = {
@@ -114,7 +116,7 @@ def test_a_chat_gives_the_same_tokens_at_every_door(
 ) -> None:
     expected = of_command_line(tmp_path, template, sampling)
     doors = of_server(template, sampling)
-    if template is not None:  # Without one, llama_cpp.Llama takes that of Llama 2.
+    if template is not None:  # Without a template, llama_cpp.Llama would use that of Llama 2.
         doors["EntropyLlama"] = of_entropy_llama(template, sampling)
     for door, tokens in doors.items():
         assert tokens == expected[: len(tokens)], door
@@ -122,7 +124,9 @@ def test_a_chat_gives_the_same_tokens_at_every_door(
 
 
 def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_path: Path) -> None:
-    """llama.cpp's programs penalise what the prompt says, too, and llama_cpp.Llama does not."""
+    """Penalties count tokens of the prompt, as in llama.cpp's programs, except in EntropyLlama, as
+    in llama_cpp.Llama.
+    """
     penalty = {"temperature": 0.0, "repeat_penalty": 1.5}
     expected = of_command_line(tmp_path, TEMPLATE, penalty)
     doors = of_server(TEMPLATE, penalty)
@@ -134,8 +138,8 @@ def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_pat
 
 @pytest.mark.parametrize("parallel", [1, 4])
 def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
-    """A server knows the length of a prompt before it reads the beginning, and cuts the prompt
-    where a session cuts it.
+    """A server keeps the same entries of a long prompt as a session, because both read it in the
+    same pieces.
     """
     text = "The old garden was heavy all morning. Simon likes walnuts. " * 24
     cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}
@@ -170,7 +174,7 @@ def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> 
 
 
 def test_seeds_give_other_tokens(tmp_path: Path) -> None:
-    """The test above can fail: another seed is another answer."""
+    """Another seed gives another answer, so that the comparisons above can fail."""
     one, other = (
         of_command_line(tmp_path, TEMPLATE, {"temperature": 1.3, "seed": seed}) for seed in (11, 12)
     )

@@ -22,7 +22,9 @@ from tests.support.saved_sessions import all_entries, assert_goes_on_from, futur
 def test_small_micro_batches_say_what_large_ones_do(
     uneven_llama: Path, policy: str, n_ubatch: int
 ) -> None:
-    """The entropies of all rows count, however few were read at once."""
+    """Small micro-batches give nearly the budgets of large ones, because the entropies of all rows
+    count.
+    """
     budgets = []
     for size in (n_ubatch, 64):
         with session_of(uneven_llama, policy=policy, n_ubatch=size) as session:
@@ -54,7 +56,9 @@ def test_small_micro_batches_keep_step_after_a_load(
 
 @pytest.mark.parametrize("n_ubatch", [16, 24])
 def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -> None:
-    """Losses can be measured only if several entries compete."""
+    """Small micro-batches give unequal budgets, too, though losses are measured only if several
+    entries compete.
+    """
     with session_of(uneven_llama, policy="adaptive", n_ubatch=n_ubatch) as session:
         session.decode(tokens_for(300))
         check(session)
@@ -66,7 +70,9 @@ def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -
 def test_a_recent_window_that_is_given_is_that_of_every_layer(
     uneven_llama: Path, policy: str, recent_window: int
 ) -> None:
-    """Without a given window, half of a layer's own budget is for sinks and the newest entries."""
+    """Every layer keeps a given recent window; without one, half of a layer's budget is for sinks
+    and the newest entries.
+    """
     runs = []
     for window in (recent_window, None):
         with session_of(uneven_llama, policy=policy, recent_window=window) as session:
@@ -106,7 +112,9 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("n_tokens", [150, 300, 430])
 def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: int) -> None:
-    """No KV head drops entries for another one that has nothing to fill its share with."""
+    """A prompt fills the budget: no KV head drops entries while another one cannot fill its
+    share.
+    """
     with session_of(uneven_llama, policy="adaptive", kv_type=kv_type) as session:
         session.decode(tokens_for(n_tokens))
         assert session.stats().entries_kept > 0.97 * 96 * 6
@@ -114,8 +122,8 @@ def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: in
 
 @pytest.mark.parametrize("n_prompt", [150, 190, 210])
 def test_an_answer_goes_on_equally_from_everywhere(uneven_llama: Path, n_prompt: int) -> None:
-    """A saved state says whether budgets change before the next token, so a session that loads it
-    goes on as the saved one.
+    """A session that loads a saved state continues equally, because the state says whether budgets
+    change next.
     """
     opened = partial(session_of, uneven_llama, policy="adaptive")
     assert_goes_on_from(opened, n_prompt, 80, (0, 1, 5, 31, 32, 33, 64), 40)

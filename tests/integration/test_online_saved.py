@@ -41,7 +41,7 @@ def test_a_damaged_section_is_refused(uneven_llama: Path, policy: str) -> None:
         for cut in (1, 8, size):
             body = data[: -16 - cut] + bytes(16)
             if cut == size and policy == "adaptive":
-                continue  # A state in which nothing was measured is valid.
+                continue  # A state without measurements is valid.
             words = "a cut number" if cut == 1 else "that cannot be"
             assert_load_refused(session, with_contents(body, last_section(size - cut)), words)
         body = data[:start] + bytes(16)

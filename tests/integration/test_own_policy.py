@@ -1,4 +1,4 @@
-"""Users' own policies work as objects given to `policy=`."""
+"""A policy of the user's own can be given as an object to `policy=`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Alternating(OwnPolicy):
     name = "alternating"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Return the weights."""
+        """Return weights of 3, 1, 3, 1 and so on, one per KV head."""
         return np.resize([3.0, 1.0], budget.n_kv_heads)
 
 
@@ -51,7 +51,7 @@ class Counting(Alternating):
         assert np.all(np.diff(kept) > 0)
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Swap the weights after 200 tokens."""
+        """Return the weights 3, 1, 3, 1 and so on; after 200 tokens, 1, 3, 1, 3."""
         return np.resize([1.0, 3.0] if self.seen >= 200 else [3.0, 1.0], budget.n_kv_heads)
 
     def state(self) -> np.ndarray:
@@ -59,7 +59,7 @@ class Counting(Alternating):
         return np.array([float(self.seen)])
 
     def load(self, state: np.ndarray) -> None:
-        """Raise ValueError for a state that is not a count."""
+        """Take the number of observed tokens; raise ValueError if the state is not one."""
         if state.shape != (1,) or not state[0] >= 0:
             raise ValueError("no count")
         self.seen = int(state[0])
@@ -93,7 +93,9 @@ def test_shares_follow_the_object(tiny_llama: Path) -> None:
 
 
 def test_what_it_observes_changes_shares(tiny_llama: Path) -> None:
-    """Each text has a copy of the object: the given object is never changed."""
+    """What the policy observes changes the shares; each text has a copy of the given object, which
+    never changes.
+    """
     given = Counting()
     with session_of(tiny_llama, given, n_ubatch=64) as session:
         before = budgets_of(session)
@@ -144,9 +146,9 @@ def test_every_door_takes_it(tiny_llama: Path) -> None:
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=320, policy=Counting(), n_sequences=2) as pool:
         first, second = pool.session(), pool.session()
         first.decode(TOKENS)
-        second.decode(TOKENS[:190])  # More than half of the pool can hold.
+        second.decode(TOKENS[:190])  # The text is longer than what half of the pool holds.
         turned, still = budgets_of(first), budgets_of(second)
-        assert turned[0] < turned[1]  # Each follows its own text.
+        assert turned[0] < turned[1]  # Each session's shares follow its own text.
         assert still[0] > still[1]
 
 
@@ -166,7 +168,7 @@ class Short(OwnPolicy):
     name = "short"
 
     def share(self, budget: BudgetToShare) -> list[float]:  # noqa: ARG002
-        """Return a single weight."""
+        """Return one weight, although there are more KV heads."""
         return [1.0]
 
 
@@ -176,12 +178,14 @@ class Negative(OwnPolicy):
     name = "negative"
 
     def share(self, budget: BudgetToShare) -> np.ndarray:
-        """Return the weights."""
+        """Return the weight -1 for every KV head."""
         return -np.ones(budget.n_kv_heads)
 
 
 class LayerByValues(OwnPolicy):
-    """Rank by what each head has stored, although all heads must choose together."""
+    """Rank by norms of values, which differ between KV heads, although all heads of a layer must
+    choose together.
+    """
 
     name = "layer-by-values"
     choice = "layer"

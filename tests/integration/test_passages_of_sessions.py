@@ -1,4 +1,6 @@
-"""A session says how much the importance of its entries has risen, and counts what this takes."""
+"""A session reports how much the importance of its entries has risen, and counts the memory that
+this takes.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""benchmarks/peers is right in transformers: masks of the continuation, and presses on a recorded
-prompt.
-"""
+"""benchmarks/peers masks and compresses caches of transformers correctly."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ def test_the_full_cache_continues_as_one_pass(model: Any) -> None:
 
 
 def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
-    """Of one layer, all heads lose entries: removed, so that layers differ in length, or masked."""
+    """Masking entries gives the logits of removing them, in one layer and in all its KV heads."""
     dense = DensePrompt(model, PROMPT)
     pruned, masked = dense.compressed(), dense.compressed()
     layer = pruned.cache.layers[1]
@@ -79,7 +77,7 @@ def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
 
 
 def masked_prompt(model: Any) -> Continued:
-    """Return a prompt in whose second layer one head has lost entries."""
+    """Return a prompt; one head of its second layer has masked entries."""
     masked = DensePrompt(model, PROMPT).compressed()
     indices = torch.zeros(40, dtype=torch.int), torch.ones(40, dtype=torch.int), torch.arange(40)
     attentions(model)[1].masked_key_indices = indices
@@ -96,7 +94,9 @@ def test_what_is_masked_stays_so_token_by_token(model: Any) -> None:
 
 
 def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
-    """Questions about one prompt are asked like this: each begins at the end of the prompt."""
+    """After truncate(), what was read behind the prompt leaves no trace, so that each question
+    begins at its end.
+    """
     expected = masked_prompt(model).read(TOKENS)
     continued = masked_prompt(model)
     for other in (PROMPT[:50], PROMPT[:1]):
@@ -106,7 +106,9 @@ def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
 
 
 def token_by_token(model: Any, compressed: Compressed) -> Any:
-    """Continue as kvpress's pipeline does: its own masks, one token at a time."""
+    """Continue as kvpress's pipeline does: with its own masks, one token at a time; return the
+    logits.
+    """
     rows = []
     for index, token in enumerate(TOKENS):
         with torch.no_grad():

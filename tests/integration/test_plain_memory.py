@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_llama
 from tests.support.weight_types import quantised
 
 ROOT = Path(__file__).resolve().parents[2]
-ENOUGH = 40  # The device takes products of 32 tokens and more.
+ENOUGH = 40  # More tokens than the 32 from which on the device computes products.
 FEW = 31
 CHILD = f"""
 import json, sys
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(model: Path, store: str, kind: str, count: int) -> Any:
-    """Return the report of a process that reads `count` tokens, and one more."""
+    """Read `count` tokens and one more in a process of its own; return its report."""
     return json.loads(python(CHILD, model, store, kind, count, cwd=ROOT).stdout)
 
 

@@ -35,7 +35,7 @@ def model(pool_llama: Path) -> Path:
 def assert_equals_alone(
     model: Path, prompts: Any, shares: Any, found: Any, n: int, **options: Any
 ) -> None:
-    """Assert that each text has the logits that it has alone in a pool as large as its share."""
+    """Assert that each text has the logits that it has alone, in a pool as large as its share."""
     for rows, prompt, share in zip(found, prompts, shares, strict=True):
         with pool_of(model, n_sequences=1, **{**options, "kv_budget": f"{share}B"}) as single:
             session = single.session()
@@ -50,12 +50,14 @@ def assert_equals_alone(
 def test_logits_in_company_are_those_alone_to_the_bit(
     model: Path, tokens: int, policy: str
 ) -> None:
-    """Budgets are ample, or so small that all evict; all are live before the first prompt
-    is read.
+    """Logits are those of each text alone, to the bit, with ample budgets and with such that all
+    evict.
+
+    All sessions are live before the first prompt is read, so that shares do not change.
     """
     with pool_of(model, n_sequences=len(PROMPTS), kv_budget=tokens, policy=policy) as pool:
         sessions = [pool.session() for _ in PROMPTS]
-        for session in sessions:  # From now on, all share with all others.
+        for session in sessions:  # From now on, every session shares the pool with all others.
             session.decode([1])
         plans = [session._slot.store for session in sessions]
         shares = [plan.share_pages * plan.sharing.plan.page_bytes for plan in plans]
@@ -63,7 +65,7 @@ def test_logits_in_company_are_those_alone_to_the_bit(
         found = together(sessions, PROMPTS, 24)
         evicted = [session.cache.evicted for session in sessions]
     assert (max(evicted) > 0) == (tokens == 256)
-    assert max(map(len, steps.parts)) > 1  # They were read together.
+    assert max(map(len, steps.parts)) > 1  # Several sessions were read in one step.
     # Prompts are read together with single tokens.
     assert any(1 in parts and max(parts) > 1 for parts in steps.parts)
     assert_equals_alone(model, PROMPTS, shares, found, 24, policy=policy)
@@ -84,9 +86,9 @@ def noting_shares(session: Session) -> list[tuple[int, int, int | None]]:
 
 @pytest.mark.parametrize("policy", ["adaptive", "uniform"])
 def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: str) -> None:
-    """Shares change as texts grow and as losses are measured; nothing else has an influence.
+    """A text alone that gets the same share at every position has the same logits as in company.
 
-    The texts alone get, at every position, the shares that they had in company.
+    Shares change as texts grow and as losses are measured.
     """
     prompts = [PROMPTS[3], PROMPTS[2], [7] * 260, PROMPTS[4]]
     with pool_of(model, n_sequences=len(prompts), kv_budget=360, policy=policy) as pool:
@@ -116,7 +118,9 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
 
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_a_pool_gives_the_logits_of_a_session(model: Path, n_threads: int) -> None:
-    """For weights whose products are computed equally for one token and for many: to the bit."""
+    """A pool gives a session's logits to the bit, if products are computed equally for one token
+    and for many.
+    """
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_ubatch": PIECE, "kv_type": "q8_0"}
     with Session(model, n_threads=n_threads, kv_budget=64, **options) as session:
         expected = written(session, PROMPTS[4], 20)
@@ -183,7 +187,7 @@ def test_frozen_entries_are_each_their_own(model: Path) -> None:
 
 @pytest.mark.parametrize("store", ["headwise", "flat"])
 def test_a_session_alone_is_live_and_shares_with_nobody(model: Path, store: str) -> None:
-    """A session without company keeps its place and its budget, whatever it is asked for."""
+    """A session without a pool keeps its budget, and cannot be forked or swapped out."""
     with Session(model, n_ctx=N_CTX, kv_budget=128, store=store, n_threads=1) as session:
         budgets = session.cache.budgets()
         assert min(map(min, budgets)) > 0

@@ -71,7 +71,7 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
 def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
     model: Path, policy: str
 ) -> None:
-    """A long text is held whole beside short ones, until they need their part."""
+    """Sessions with short texts leave bytes to a long one, until they need their part."""
     with pool_of(model, n_sequences=3, kv_budget=600, policy=policy, checkpoints=0) as pool:
         long, *short = [pool.session() for _ in range(3)]
         for session in short:
@@ -94,7 +94,9 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
 
 
 def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
-    """However few of its entries some KV heads would keep of a longer text."""
+    """Texts that fit into equal parts are held whole, however few entries some KV heads would keep
+    of longer ones.
+    """
     uneven = EntropyProfile(3, 4, 2, 512, np.tile([0.1, 0.1, 4.0, 4.0], (3, 1)))
     options: dict[str, Any] = {"policy": "entropy", "entropy_config": uneven}
     with pool_of(model, n_sequences=3, kv_budget=600, **options) as pool:
@@ -167,7 +169,7 @@ def changed(session: Session, kind: int, chance: random.Random) -> Session:
 
 
 def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
-    """Four threads write, swap out, fork and close conversations."""
+    """Four threads that write, swap out, fork and close conversations never exceed the bytes."""
     with pool_of(model, n_sequences=4, kv_budget=300, checkpoints="400KiB") as pool:
         steps = Steps(pool)
 
@@ -191,7 +193,7 @@ def test_random_schedules_never_exceed_the_bytes(model: Path) -> None:
         assert sum(map(sum, steps.parts)) == sum(read)
         assert 0 < pool.stats().checkpoint_bytes <= 400 * 1024
         pool.runner.kept_texts.drop_checkpoints()
-        assert pool.stats().kv_bytes_now == 0  # Every page's owner is gone.
+        assert pool.stats().kv_bytes_now == 0  # No page has an owner any more.
         assert pool.stats().sessions == pool.stats().swapped_out == pool.stats().swapped_bytes == 0
 
 
@@ -205,7 +207,8 @@ def test_tokens_and_logits_of_all_sessions_are_counted(model: Path) -> None:
         n_vocab = sessions[0].model.n_vocab
         least = 3 * 4 * (59 + n_vocab)
         assert least <= pool.stats().text_bytes < 1.5 * least
-        sessions[0].decode([3])  # The logits of the prompt now differ from those of the last token.
+        # The session keeps the logits of the prompt besides those of the last token.
+        sessions[0].decode([3])
         assert pool.stats().text_bytes >= least + 4 * n_vocab
         for session in sessions:
             session.close()
@@ -224,7 +227,8 @@ def test_a_call_off_reaches_who_waits(model: Path) -> None:
             except EntropyKVError as error:
                 result.append(error)
 
-        with pool.runner.scheduler.between_steps():  # As if a step were running.
+        # Between steps, decode() waits as if a step were running.
+        with pool.runner.scheduler.between_steps():
             thread = threading.Thread(target=decode)
             thread.start()
             while pool.runner.scheduler.n_waiting == 0:
@@ -232,7 +236,7 @@ def test_a_call_off_reaches_who_waits(model: Path) -> None:
             second.interrupt()
             thread.join(10)
         assert isinstance(result[0], PoolError)
-        second.decode([1])  # The first call has left no half-done state.
+        second.decode([1])  # The interrupted call has left nothing half done.
 
 
 def test_what_goes_wrong_for_one_does_not_concern_the_others(model: Path) -> None:
@@ -311,7 +315,8 @@ def test_plan_shows_what_a_pool_shares_and_what_each_gets(
     with pool_of(model, n_sequences=3, kv_budget=budget, policy="uniform", n_ubatch=None) as pool:
         stats = pool.stats()
         sessions = [pool.session() for _ in range(3)]
-        for session in sessions:  # One that ends an answer may leave its share to the others.
+        # A session that writes an answer, as all but these do, may leave bytes to others.
+        for session in sessions:
             session.decode(PROMPTS[4])
         assert plan["kv_bytes_budget"] == stats.kv_bytes_budget
         assert plan["n_ubatch"] == sessions[0].reader.chunk

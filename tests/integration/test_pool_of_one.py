@@ -1,4 +1,6 @@
-"""A pool of one conversation gives it what a session alone has, and then the next one."""
+"""A pool of one conversation gives it the logits of a session alone, and then takes the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def test_conversations_follow_each_other_as_sessions_alone(pool: Pool, pool_llam
 def test_a_session_that_fails_leaves_its_place(pool: Pool) -> None:
     session = pool.session()
     session.decode(PROMPTS[3])
-    del session  # The garbage collector closes it, before the next step.
+    del session  # The garbage collector closes the session before the next step.
     assert pool.session().position == 0
 
 
@@ -77,9 +79,7 @@ def test_a_closed_pool_frees_the_model_with_its_session(pool: Pool) -> None:
 
 
 def test_figures_of_a_server_are_sums_over_its_conversations(pool_llama: Path) -> None:
-    """Figures of frozen entries must come from the conversations, and not from a session that
-    reads nothing.
-    """
+    """Figures of a server, also of frozen entries, are sums over its conversations."""
     options: dict[str, Any] = {"kv_budget": 2 * SMALL, "freeze": "ram"}
     with pool_of(pool_llama, n_sequences=2, **options) as pool:
         idle, *sessions = (pool.session() for _ in range(3))

@@ -29,7 +29,7 @@ OPENING = "the winding road to the land of the king is far from the sea and "
 MORE = " and then the king said"
 N_CTX = 1024
 MOST = 19
-"""The most tokens that a turn may read: those of MORE, and the end of the last answer."""
+"""The most tokens that a turn may read: MORE, and the end of the last answer."""
 
 
 class Replica:
@@ -40,7 +40,7 @@ class Replica:
         self.engine = engine
 
     def complete(self, text: str, name: str | None, **options: Any) -> tuple[str, int]:
-        """Return the answer, and how many tokens were read for it."""
+        """Return the answer, and the number of tokens that were read for it."""
         body = {"prompt": text, "max_tokens": 6, "temperature": 0.0, **options}
         headers = {} if name is None else {"X-Session-Id": name}
         answer = self._client.post("/v1/completions", json=body, headers=headers)
@@ -97,7 +97,7 @@ def test_another_replica_goes_on_with_what_one_has_saved(tmp_path: Path) -> None
 
 
 def test_what_another_replica_has_read_meanwhile_counts(tmp_path: Path) -> None:
-    """In turns with another replica, a conversation gives the answers of a single replica."""
+    """A conversation that changes between two replicas has the answers and reads of one replica."""
     with ExitStack() as stack:
         both = [stack.enter_context(replica(tmp_path)) for _ in range(2)]
         alone = stack.enter_context(replica(tmp_path / "alone"))
@@ -113,7 +113,8 @@ def test_turns_of_one_conversation_follow_each_other(tmp_path: Path) -> None:
     with replica(tmp_path) as one, ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: one.complete(OPENING, "a"), range(4)))
         assert len({text for text, _ in found}) == 1
-        assert sum(read > 2 for _, read in found) == 1  # The others continue from its checkpoint.
+        # The other sessions continue from the checkpoint of the one that read the prompt.
+        assert sum(read > 2 for _, read in found) == 1
 
 
 def test_refused_and_failed_requests_save_nothing(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_refused_and_failed_requests_save_nothing(tmp_path: Path) -> None:
         text, _ = one.complete(OPENING, "a")
         (path,) = tmp_path.iterdir()
         path.write_bytes(path.read_bytes()[:-50])
-        # The damaged file only means that the text is read again.
+        # If the file is damaged, the text is read again.
         again, _ = one.complete(OPENING + text + MORE, "a")
         assert again
     with replica(tmp_path) as other:

@@ -19,7 +19,7 @@ INSIDE: dict[str, Any] = {"n_ctx": 1024, "kv_budget": 0.2, "n_threads": 1}
 
 
 def predict(session: Session, seed: int = 0) -> None:
-    """Give the session's model some linear functions."""
+    """Give the session's model random linear functions as its predictor."""
     prediction = store_of(session).learning
     random = np.random.default_rng(seed)
     prediction.set_predictor(
@@ -63,7 +63,8 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
     for echoes in (True, False):
         with Session(tiny_llama, policy="adaptive:mass+predicted", **INSIDE) as session:
             predict(session)
-            session._runner.second_readings.fit = None  # It would end the collection.
+            # A running fit would end the collection of lessons.
+            session._runner.second_readings.fit = None
             prediction = store_of(session).learning
             prediction.collect_lessons(on=True)
             read_with_echoes(session, TOKENS[:160], echoes=echoes)

@@ -95,7 +95,9 @@ def test_a_text_that_fits_teaches_nothing(
 
 @pytest.mark.usefixtures("patient")
 def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
-    """Another session of the pool has read a text that fits, without predictions."""
+    """Entries that another session had read before the predictor was fitted get predictions,
+    too.
+    """
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:
         live, swapped, reader = (pool.session() for _ in range(3))
         for session in (live, swapped):
@@ -112,7 +114,7 @@ def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
 
 
 def test_written_text_teaches_too(tiny_llama: Path) -> None:
-    """Token by token, echoes are those of stored text."""
+    """A text that is written token by token teaches as much as one that is read."""
     with Session(tiny_llama, n_ctx=N_CTX, kv_budget=300, n_threads=1) as session:
         for token in TOKENS:
             session.decode([token])
@@ -127,7 +129,7 @@ def test_written_text_teaches_too(tiny_llama: Path) -> None:
 
 
 def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: str) -> None:
-    """SmolLM2 under another name: its predictions correlate with those of the shipped predictor."""
+    """The fitted predictor of SmolLM2, without its profile, correlates with that of the profile."""
     with Session(smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2) as known:
         tokens = known.tokenize(prose)[:1400]
         assert known.cache.predictor_fit is None
@@ -186,7 +188,9 @@ def test_run_says_what_happened(tiny_llama: Path) -> None:
 def test_micro_batches_end_where_the_bytes_are_full(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Therefore budgets that follow the text know this before anything of it is evicted."""
+    """A micro-batch ends where the bytes are full, so that budgets that follow the text are known
+    before it is evicted.
+    """
     with Session(tiny_llama, policy="adaptive", **INSIDE) as session:
         whole = store_of(session).reach().whole
         sizes = micro_batches_of(session, TOKENS[:1500], monkeypatch)

@@ -27,7 +27,7 @@ from tests.support.pools import N_CTX, PIECE, PROMPTS, pool_of
 from tests.support.releases import write_known
 
 SYSTEM, OWN = PROMPTS[2], PROMPTS[4]
-"""The common beginning of several prompts, 4 pieces, and the rest of a long one."""
+"""The common beginning of several prompts (4 pieces), and the rest of a long one."""
 ANNA, BEN = Caller("anna"), Caller("ben")
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -35,7 +35,9 @@ pytestmark = pytest.mark.usefixtures("patient")
 
 @pytest.fixture(params=["llama", "evicting", "freezing", "jamba"])
 def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> Any:
-    """Open a pool of a model that can be cut anywhere, or of one that cannot be cut."""
+    """Open a pool: of a model whose texts can be cut anywhere, or with evictions, freezing or
+    recurrent layers, where they cannot.
+    """
     kinds: dict[str, dict[str, Any]] = {
         "llama": {"kv_budget": 4 * N_CTX},
         "evicting": {"kv_budget": 128},
@@ -53,7 +55,7 @@ def pool(request: pytest.FixtureRequest, pool_llama: Path, tmp_path: Path) -> An
 def read(
     prefix_cache: PrefixCache, session: Session, tokens: list[int], until: int | None = None
 ) -> None:
-    """Read a prompt as the server does, piece by piece; to its end, or to `until`."""
+    """Read a prompt in pieces, as the server does, up to its end or to `until`."""
     last = len(tokens) if until is None else until
     for first in range(session.position, last, PIECE):
         piece = tokens[first : min(first + PIECE, last)]
@@ -67,7 +69,9 @@ def read(
 def turn(
     prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA, n: int = 6
 ) -> tuple[list[int], int]:
-    """Answer a prompt; returns prompt and answer, and how many tokens of the prompt were read."""
+    """Answer a prompt; return prompt and answer, and the number of tokens of the prompt that were
+    read.
+    """
     session = prefix_cache.take(tokens, caller)
     shared = common_prefix(session.tokens, tokens)
     if shared < session.position and not session.text.return_to_checkpoint(tokens, repeatable=True):
@@ -86,7 +90,7 @@ def turn(
 
 
 class Coming:
-    """A prompt that comes while another one is read."""
+    """Take a session for a prompt in a thread of its own, while another prompt is read."""
 
     def __init__(self, prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA) -> None:
         self.asked = 0
@@ -102,7 +106,7 @@ class Coming:
         self.thread.start()
 
     def wait(self) -> None:
-        """Wait until it waits, or does not have to."""
+        """Return once the prompt waits for another one, or has its session."""
         while not self.asked and self.thread.is_alive():
             time.sleep(0.001)
 
@@ -113,7 +117,9 @@ class Coming:
 
 
 def test_a_newcomer_gets_what_it_shares_before_the_rest_is_read(pool: Pool) -> None:
-    """With every model: it is copied at the last cut before the texts differ."""
+    """A new prompt gets the text that it shares with a longer one, up to its last cut, before the
+    longer one ends.
+    """
     prefix_cache = PrefixCache(pool, 4)
     long, short = [*SYSTEM, 5, *OWN], [*SYSTEM, 6, 7, 8]
     first = prefix_cache.take(long, ANNA)
@@ -143,7 +149,7 @@ def test_who_comes_late_gets_it_where_it_can_be_cut_or_reads_by_itself(pool: Poo
     )
     coming = Coming(prefix_cache, short)
     coming.wait()
-    read(prefix_cache, first, long, until=8 * PIECE)  # The end of the long one is still to be read.
+    read(prefix_cache, first, long, until=8 * PIECE)  # Of the long prompt, the end is still unread.
     assert coming.end().position == (len(SYSTEM) if can_be_cut else 0)
 
 
@@ -167,7 +173,9 @@ def test_who_reads_may_give_up(pool: Pool) -> None:
 def test_who_waits_is_let_go_if_another_session_takes_over_and_fails(
     pool_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy of a conversation takes over before the error, with all that wait."""
+    """If the copy of a conversation takes over a prompt and fails, the prompts that wait for it
+    continue.
+    """
     with pool_of(pool_llama, n_sequences=4, kv_budget=4 * N_CTX, checkpoints="0") as pool:
         prefix_cache = PrefixCache(pool, 4)
         turn(prefix_cache, SYSTEM)
@@ -176,7 +184,7 @@ def test_who_waits_is_let_go_if_another_session_takes_over_and_fails(
         fork, close, own_thread = Session.fork, Session.close, threading.current_thread()
 
         def look(*_: object, **__: object) -> bool:
-            """Find no checkpoint, after another prompt has begun to wait."""
+            """Report that there is no checkpoint, once another prompt has begun to wait."""
             if not coming:
                 coming.append(Coming(prefix_cache, long))
                 coming[0].wait()
@@ -245,7 +253,7 @@ def test_of_prompts_that_come_at_once_one_is_read(pool_llama: Path) -> None:
 
 
 def test_conversations_that_share_half_of_their_texts_stay_apart(pool: Pool) -> None:
-    """Each turn of both reads only new tokens, whether checkpoints are kept or not."""
+    """Conversations that share half of their texts stay apart: each turn reads only new tokens."""
     prefix_cache = PrefixCache(pool, 4)
     texts = {"anna": [*SYSTEM, 5, *PROMPTS[1]], "bob": [*SYSTEM, 6, *PROMPTS[1]]}
     for number in range(3):
@@ -315,7 +323,9 @@ def test_a_fork_is_of_the_same_tenant(pool_llama: Path) -> None:
 
 
 def test_how_one_stands_is_told_between_steps(pool_llama: Path) -> None:
-    """While a step may change what it holds, the caller waits."""
+    """The status of a session is read between steps; the caller waits while a step may change
+    it.
+    """
     with pool_of(pool_llama, n_sequences=1, kv_budget=2 * N_CTX) as pool:
         session = pool.session()
         session.decode(SYSTEM)

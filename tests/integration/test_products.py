@@ -1,4 +1,4 @@
-"""The statistics say whether our kernels or llama.cpp compute products of quantised weights."""
+"""The statistics say which products are computed by our kernels and which by llama.cpp."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def test_the_statistics_say_who_computes(
 def test_one_token_is_computed_as_many_are(
     weight_type: str, original: Path, tmp_path: Path
 ) -> None:
-    """Tokens that are read one by one are as close to the same tokens in one batch as those of
-    llama.cpp, which also uses one arithmetic.
-    """
+    """Single tokens are as close to the same tokens in one batch as in llama.cpp."""
     path = quantised(original, tmp_path, weight_type)
     stock = StockSession(path, n_ctx=128, n_threads=1)
     with Session(path, n_ctx=128, store="headwise", kv_type="f16", n_threads=1) as ours:
@@ -83,7 +81,10 @@ def test_one_token_is_computed_as_many_are(
 def test_a_token_has_the_same_bits_among_drafts_as_alone_and_without_drafts(
     weight_type: str, kernels: str, original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Q6_K without AVX-512, llama.cpp computes all products of so few tokens."""
+    """A token has the same bits among drafts, alone, and without drafts.
+
+    In Q6_K without AVX-512, llama.cpp computes all products of so few tokens.
+    """
     if weight_type == "F16" and kernels != "avx512vnni":
         pytest.skip("products in F16 are llama.cpp's")
     hook = functools.partial(_core.GraphHook, products=kernels)

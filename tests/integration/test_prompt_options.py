@@ -1,5 +1,5 @@
-"""Options of the text that a model reads first work: -sysf, --prompt-cache, templates, the first
-turn.
+"""Options of the text that a model reads first work: -sysf, --prompt-cache, templates, and the
+first turn.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_a_template_takes_arguments(tiny_llama: Path, capsys: pytest.CaptureFixt
 def test_metadata_is_overridden_and_weights_are_read_as_asked(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    path = Path(shutil.copy(tiny_llama, tmp_path / "own.gguf"))  # No other process has mapped it.
+    path = Path(shutil.copy(tiny_llama, tmp_path / "own.gguf"))  # No other process maps this copy.
 
     def model(**options: object) -> Model:
         return Model(
@@ -165,7 +165,7 @@ def test_a_cache_of_another_model_or_a_smaller_budget_is_refused_or_read_again(
     run = ["run", "-m", str(tiny_llama), "--no-chat", *GREEDY, "--prompt-cache", str(cache)]
     tight = [*run, "--kv-budget", "32", "--kv-type", "q8_0"]
     expected = out_of(capsys, *tight, "-p", text)
-    assert main([*tight, "-p", text]) == 0  # Evicted entries are not needed.
+    assert main([*tight, "-p", text]) == 0  # The cache is used, although it lacks evicted entries.
     shown = capsys.readouterr()
     assert shown.out == expected
     first, second = re.findall(r"\d+", read_of(shown.err))[:2]

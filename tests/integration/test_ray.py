@@ -1,4 +1,4 @@
-"""Two replicas under Ray Serve keep their conversations, which survive a restart."""
+"""Two replicas under Ray Serve keep their conversations, also after a restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.replicas
 
 N_CTX, BUDGET, MAX_TOKENS = 2048, 64, 4
 N_UBATCH = 128
-"""The tokens that a pool reads at a time; what is evicted depends on it."""
+"""The tokens of a micro-batch in a pool, on which evictions depend."""
 OPENING = "the winding road to the land of the king is far from the sea and " * 6
 MORE = " and then the king said"
 
@@ -70,17 +70,17 @@ class Replicas:
             )
 
     def watch(self) -> Any:
-        """Return the open stream of pictures of a replica's cache."""
+        """Open the stream that shows a replica's cache."""
         return urllib.request.urlopen(f"{self.url}/v1/kv/stream", timeout=60)  # noqa: S310
 
     def is_ready(self) -> bool:
-        """Tell whether every replica runs; the first one would already answer requests."""
+        """Tell whether every replica runs; requests are answered once the first one does."""
         assert self.process.poll() is None, "the server ended"
         return b"is ready at" in self.log.read_bytes()
 
 
 def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
-    """Yield the server and all processes that Ray has started for it."""
+    """Return the server's process and all that Ray has started for it; none if it has ended."""
     try:
         process = psutil.Process(server.pid)
         return [process, *process.children(recursive=True)]
@@ -90,7 +90,7 @@ def processes_of(server: subprocess.Popen[bytes]) -> list[Any]:
 
 @pytest.fixture
 def program() -> tuple[str, ...]:
-    """The arguments of Python that run the command."""
+    """Return the arguments of Python that run the command."""
     return ("-m", "entropykv.cli")
 
 
@@ -102,7 +102,7 @@ def replicas(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # The path is short, because Ray's sockets are in it.
+    # The path is short, because Ray adds names of sockets, whose length is limited.
     directory = Path(tempfile.mkdtemp(prefix="ray-"))
     environment = {
         **os.environ,
@@ -162,7 +162,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         answers.setdefault(name, []).append(answer.text)
         return answer
 
-    for number in itertools.count():  # Until both replicas have two conversations.
+    for number in itertools.count():  # Stop when both replicas have two conversations.
         name = f"conversation/{number}"
         where[name] = turn(name, f"{number} {OPENING}").replica
         counts = [list(where.values()).count(replica) for replica in set(where.values())]
@@ -175,11 +175,12 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
         n_threads_batch=1, verbose=False,
     )  # fmt: skip
     most = new_tokens(llama, MORE)
-    for name, replica in [*where.items()] * 4:  # This is often enough that none stays by chance.
+    # Four turns each make it unlikely that conversations stay at their replica by chance.
+    for name, replica in [*where.items()] * 4:
         answer = turn(name, MORE)
         assert answer.replica == replica
         assert 0 < answer.tokens_read <= most
-    replicas.complete(OPENING, None)  # It belongs to no conversation, so any replica may answer.
+    replicas.complete(OPENING, None)  # A request of no conversation may go to any replica.
 
     os.kill(replicas.process.pid, signal.SIGHUP)
     before, moved = set(where.values()), set()
@@ -195,7 +196,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
 
     name = next(iter(where))
     text = f"0 {OPENING}"
-    for expected in answers[name]:  # As one model that was never stopped.
+    for expected in answers[name]:  # The answers are those of one model that was never stopped.
         got = llama.create_completion(text, max_tokens=MAX_TOKENS, temperature=0.0)
         assert got["choices"][0]["text"] == expected
         text += expected + MORE
@@ -207,7 +208,7 @@ def test_rolling_restart_loses_no_conversation(replicas: Replicas, tmp_path: Pat
             assert events.readline() == b"event: model\n"
             watching = threads.submit(events.read)
             ask_to_end(replicas.process)
-            # The stream ends, so that no replica is killed, which would break it off.
+            # The stream ends by itself, so no replica is killed while it sends.
             assert b"event: kv" in watching.result(60)
         assert replicas.process.wait(60) == 0
     assert not psutil.wait_procs(started, timeout=20)[1]
@@ -222,7 +223,7 @@ from entropykv.cli import main
 api.HTTP_PROXY_TIMEOUT = 0.001
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, in a process where Ray waits hardly at all for its proxy."""
+"""A program that runs the command, but lets Ray wait only shortly for its proxy."""
 
 
 @pytest.mark.parametrize("program", [("-c", IMPATIENT)], ids=["impatient"])

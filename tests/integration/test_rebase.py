@@ -1,4 +1,4 @@
-"""Sessions continue beyond the trained context, in real llama.cpp, or say why they cannot."""
+"""Sessions continue beyond the trained context, or say why they cannot."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ MODELS: dict[str, Callable[[Path, int], None]] = {
 }
 
 
-# llama.cpp scales keys of YaRN again when it rotates them, and rotates those without a position.
+# Models that the flat store cannot shift: llama.cpp scales keys of YaRN each time it rotates them,
+# and rotates keys that have no RoPE.
 UNFIT_FOR_FLAT = ("yarn", "smollm3")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a tiny model by name with a given trained context; weights are
-    equal.
+    """Return a function that writes a tiny model by name, with equal weights for every trained
+    context.
     """
     directory = tmp_path_factory.mktemp("rebase")
 
@@ -89,13 +90,14 @@ def test_moved_keys_are_those_that_llama_cpp_computes_there(
     path, tokens = model(name), tokens_for(40)
     moved = keys_at(path, tokens, 200, 11)
     expected = keys_at(path, tokens, 11, 11)
-    # Keys were rounded to f16 once more, after hidden states from attention over rounded keys.
+    # Moved keys were rounded to f16 once more, and so were the keys from which their hidden states
+    # come.
     np.testing.assert_allclose(moved, expected, rtol=0, atol=4e-3 * np.abs(expected).max())
     assert np.abs(keys_at(path, tokens, 200, 200) - expected).max() > 0.5
 
 
 def read_in_steps(session: Session, tokens: list[int]) -> Logits:
-    """Return the logits of a prompt in micro-batches, and then of single tokens."""
+    """Read half of a prompt in micro-batches, and the rest as single tokens; return all logits."""
     half = len(tokens) // 2
     rows = [session.decode(tokens[:half], all_logits=True)]
     return np.concatenate(rows + [session.decode([token]) for token in tokens[half:]])
@@ -109,8 +111,8 @@ def read_in_steps(session: Session, tokens: list[int]) -> Logits:
 def test_nothing_is_noticed_within_the_exact_distances(
     name: str, store: str, model: Callable[..., Path]
 ) -> None:
-    """Without sinks, nothing else is kept: the logits are those of a model trained for longer
-    texts.
+    """Without sinks and below the exact distances, the logits are those of a model trained for
+    longer texts.
     """
     tokens = tokens_for(600)
     logits = []
@@ -129,7 +131,8 @@ def test_nothing_is_noticed_within_the_exact_distances(
             logits.append(read_in_steps(session, tokens))
             assert session.stats().rebases == (0 if trained > TRAINED else 6)
     assert relative_error(logits[0], logits[1]) < 2e-3
-    assert relative_error(logits[0][TRAINED:], logits[1][TRAINED:]) > 1e-7  # Keys did move.
+    # The logits differ slightly, which shows that keys were moved.
+    assert relative_error(logits[0][TRAINED:], logits[1][TRAINED:]) > 1e-7
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,9 @@ def test_both_stores_agree_with_sinks(name: str, kv_type: str, model: Callable[.
 def test_going_back_gives_the_session_that_never_went_on(
     kv_type: str, model: Callable[..., Path]
 ) -> None:
-    """Clamped entries get their distances back."""
+    """After a rollback, entries have their exact distances again, as if the text had never gone
+    on.
+    """
     tokens = tokens_for(900)
     with Session(model("llama"), n_ctx=1024, kv_type=kv_type, n_threads=1) as session:
         session.decode(tokens)
@@ -236,8 +241,8 @@ def test_a_saved_session_knows_how_far_it_was_moved(
 ) -> None:
     options: dict[str, Any] = {**SMALL, "n_ctx": 4 * TRAINED, "kv_budget": 96}
     policy = "adaptive" if store == "headwise" else "recency"
-    # A policy that predicts would learn from both texts together, but from the second one alone
-    # where the session was loaded.
+    # A policy that predicts would learn from both texts here, but only from the second one in a
+    # session that was loaded.
     options |= {"store": store, "kv_type": "f16", "policy": policy}
     with Session(model("llama"), **options) as session:
         session.decode(tokens_for(2 * TRAINED + 40))

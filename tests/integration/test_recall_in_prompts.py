@@ -1,4 +1,4 @@
-"""Frozen entries are searched in whole prompts, or at their end alone with `recall_prompt`."""
+"""Frozen entries are searched in whole prompts, or only at their end with `recall_prompt`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MicroBatch = tuple[int, bool]
 
 @pytest.fixture
 def micro_batches(monkeypatch: pytest.MonkeyPatch) -> list[MicroBatch]:
-    """List the micro-batches that are read from now on."""
+    """Return a list to which every micro-batch is appended that is read from now on."""
     seen: list[MicroBatch] = []
     before = HeadwiseStore.before
 
@@ -60,7 +60,7 @@ def test_only_the_end_is_read_in_small_steps(
     assert sum(before) + sum(end) == n_tokens
     assert all(n == N_UBATCH for n in before[:-1])
     assert all(n == STEP for n in end[:-1])
-    # What is left over before the end is not read in a step of its own.
+    # A remainder before the end of the prompt gets no step of its own.
     assert min(n_tokens, AT_END) <= sum(end) < AT_END + STEP
 
 
@@ -97,8 +97,10 @@ def test_the_whole_prompt_recalls_unless_told_otherwise(
 @pytest.mark.parametrize(
     ("options", "all_logits", "size"),
     [
-        ({}, True, STEP),  # Every prediction may need what was frozen.
-        ({"policy": "rolling-freeze"}, False, STEP),  # Its steps are micro-batches.
+        # All logits are requested, so that every prediction may need frozen entries.
+        ({}, True, STEP),
+        # This policy ends with micro-batches in any case.
+        ({"policy": "rolling-freeze"}, False, STEP),
         ({"freeze": Freezing(recall_prompt=10_000)}, False, STEP),
         ({"freeze": Freezing(recall_interval=0)}, False, N_UBATCH),
         ({"freeze": None}, False, N_UBATCH),
@@ -124,7 +126,9 @@ def test_what_is_read_in_equal_steps(
 def test_a_step_is_small_enough_for_its_queries(
     tmp_path: Path, micro_batches: list[MicroBatch], n_head: int, n_head_kv: int, step: int
 ) -> None:
-    """Of each KV head, 128 queries are considered: at least two thirds of those of a step."""
+    """The step is so small that the 128 queries that a KV head considers are at least two thirds of
+    its queries.
+    """
     write_llama(tmp_path / "m.gguf", n_head=n_head, n_head_kv=n_head_kv)
     with session_for(tmp_path / "m.gguf", n_ctx=512, freeze="ram") as session:
         session.decode(tokens_for(400))
@@ -132,12 +136,15 @@ def test_a_step_is_small_enough_for_its_queries(
 
 
 def test_a_longer_text_departs_where_it_would_be_cut(tiny_llama: Path) -> None:
-    """Within the small steps at the end, a longer text has no cut."""
+    """A longer text is cut at a whole micro-batch, not within the small steps at the end of a
+    prompt.
+    """
     tokens = tokens_for(600)
     with session_for(tiny_llama, kv_budget=1.0) as session:
         session.decode(tokens)
         parts = session._slot.text.parts
-        # Three whole micro-batches come before 216 tokens, of which the last 104 are the end.
+        # 384 tokens are three whole micro-batches; of the 216 that follow, the last 104 are the
+        # end.
         departures = [parts.begin_before(n) for n in (127, 128, 384, 385, 450, 599, 600)]
         assert departures == [0, 128, 384, 384, 384, 384, 384]
         first = session.logits

@@ -1,4 +1,4 @@
-"""The same request gives the same answer, whatever was asked in between."""
+"""The same request gives the same answer, whatever was asked before it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.support.logits import tokens_for
 
 PROMPTS = [
     tokens_for(90),
-    tokens_for(90)[:40],  # Another prompt begins so.
+    tokens_for(90)[:40],  # The beginning of the prompt above.
     [*tokens_for(90)[:33], *tokens_for(60, seed=1)],
-    # 65 tokens: the last micro-batch has one token.
+    # With 65 tokens, the last micro-batch has one token.
     [*tokens_for(90)[:32], *tokens_for(33, seed=2)],
     tokens_for(150, seed=3),
     tokens_for(20, seed=4),
@@ -26,7 +26,7 @@ PROMPTS = [
 
 
 def tokens_of(llm: EntropyLlama, number: int) -> list[int]:
-    """Return eight tokens after a prompt; with odd numbers, they are sampled with a seed."""
+    """Return eight tokens after a prompt: greedy, or sampled with a seed if the number is odd."""
     options: dict[str, Any] = {"temp": 1.0} if number % 2 else {"temp": 0.0}
     llm.set_seed(number)
     stream = llm.generate(PROMPTS[number], **options)
@@ -47,9 +47,10 @@ def logits_of(llm: EntropyLlama, number: int) -> np.ndarray:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("store", STORES)
 def test_answers_repeat(tiny_llama: Path, store: str, kv_type: str, budget: float) -> None:
-    """The logits are equal to the bit; sampled tokens would hide most differences.
+    """Logits are equal to the bit when prompts come again; sampled tokens would hide most
+    differences.
 
-    While a model's predictor is being fitted, answers may differ from later ones.
+    The predictor is fixed, because answers may differ while one is being fitted.
     """
     llm = EntropyLlama(
         str(tiny_llama),
@@ -85,13 +86,13 @@ def test_a_repeated_prompt_is_not_read_again(tiny_llama: Path) -> None:
     before = llm.kv_stats().prompt_tokens
     tokens_of(llm, 0)
     assert llm.kv_stats().prompt_tokens == before
-    tokens_of(llm, 3)  # It differs after 32 tokens, at the end of a micro-batch.
+    tokens_of(llm, 3)  # This prompt differs after 32 tokens, which is where a micro-batch ends.
     assert llm.kv_stats().prompt_tokens - before == len(PROMPTS[3]) - 32
     llm.close()
 
 
 def test_who_does_not_need_it_reads_less(tiny_llama: Path) -> None:
-    """Under a budget that evicts, a common beginning is read again only if answers must repeat."""
+    """In a budget that evicts, a common beginning is read again only if answers must repeat."""
     read = {}
     for repeatable in (True, False):
         llm = EntropyLlama(

@@ -1,4 +1,6 @@
-"""Requests reach the replica that has read their text, and a replica that dies loses nothing."""
+"""Requests reach the replica that has read their text, and no finished turn is lost with a
+replica.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
         answer, again, read = served.ask(f"once {SYSTEM}")
         assert (answer, again) == (first, replica)
         assert read < whole / 4
-    # Different texts are spread.
+    # Texts without a common beginning are spread over the replicas.
     opened = {served.ask(f"{number} {SYSTEM}")[1] for number in range(12)}
     assert len(opened) == 2
-    # Streams and refusals pass the front.
+    # Streams and refusals pass through the proxy unchanged.
     assert served.stream(f"once {SYSTEM}").rstrip().endswith("data: [DONE]")
     assert served.post(b"{").status_code == 400
     assert served.post(b" " * (2 << 20)).status_code == 413
@@ -50,9 +52,9 @@ def test_requests_find_their_text_and_a_node_that_dies_loses_no_finished_turn(
     for name, text in texts.items():
         answer, _, read = served.ask(text, name)
         assert answer
-        # The finished turn was not read again. If a node dies after its replica has answered, the
-        # answer is lost, and the text that is sent again goes back to a checkpoint: to the end of
-        # the first prompt, or to its own, and then nothing is left to read.
+        # The finished turn was not read again. If the node died after its answer but before the
+        # client had it, the text is sent again. It then continues from the checkpoint after the
+        # first prompt, or from its own, and then nothing is left to read.
         assert read < whole / 4
     # The processes of a node that died may answer a little longer.
     wait_for(lambda: len({served.ask(text, name)[1] for name, text in texts.items()}) == 1)

@@ -1,4 +1,6 @@
-"""Generation reads ahead and writes tokens again, in real sessions without frozen entries."""
+"""Generation reads ahead and goes back to write tokens again, in sessions without frozen
+entries.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ REWALKS = Recovery(smooth=1, deviations=0.01, warm_up=2, memory=8, refractory=0,
 
 
 class Recovering(Session):
-    """Define a session with nothing to restore."""
+    """Use a recovery ladder in a session without frozen entries, whose thaw() restores nothing."""
 
     recovery: Recovery | None = None
 

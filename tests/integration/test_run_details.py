@@ -1,4 +1,6 @@
-"""`run` prints hints and notes besides the answer, and handles outputs that end early."""
+"""`run` prints hints and notes besides the answer, and ends cleanly if its output is closed
+early.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_a_closed_pipe_ends_without_a_word(tiny_llama: Path) -> None:
 def test_a_bar_is_shown_before_anything_is_read(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is read first may take many seconds."""
+    """A bar is shown before the first micro-batch, which may take many seconds."""
     shown: list[str] = []
     read = SequenceReader._read_micro_batch
 

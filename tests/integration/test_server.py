@@ -233,7 +233,7 @@ sys.exit(main())
 
 @pytest.mark.needs("signal.SIGUSR1")
 def test_ctrl_break_ends_the_server_with_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another signal stands for Ctrl-Break here, in the server and where it is sent."""
+    """Ctrl-Break ends the server with exit code 0; another signal stands for it here."""
     running = Server(program=("-c", AS_ON_WINDOWS), ENTROPYKV_API_KEY=KEY)
     monkeypatch.setattr(system, "WINDOWS", True)
     monkeypatch.setattr(signal, "CTRL_BREAK_EVENT", signal.SIGUSR1, raising=False)

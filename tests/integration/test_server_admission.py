@@ -26,9 +26,7 @@ from tests.support.waiting import wait_for
 MOST_CONNECTIONS = 60
 VIEWERS = 16
 STALL = 8.0
-"""Seconds that /health may take on a busy machine; it once took 20 with a body of half
-this size.
-"""
+"""The most seconds that /health may take; on a busy machine, a body of half the size took it 20."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def server() -> Iterator[Server]:
 
 
 class Raw(ExitStack):
-    """Hold a connection that sends what a test says, at its own pace."""
+    """Hold a connection over which a test sends bytes at its own pace."""
 
     def __init__(self, server: Server, text: str = "") -> None:
         super().__init__()
@@ -50,7 +48,7 @@ class Raw(ExitStack):
         self.socket.sendall(text.encode())
 
     def answer(self) -> str:
-        """Return everything until the server closes the connection."""
+        """Return all bytes that come until the server closes the connection."""
         pieces = []
         while piece := self.socket.recv(65536):
             pieces.append(piece)
@@ -102,7 +100,8 @@ def test_headers_that_do_not_come_end_the_connection(server: Server, text: str) 
 def test_headers_that_trickle_after_an_answer_end_the_connection(server: Server) -> None:
     with Raw(server, head("/health", method="GET") + "\r\n") as slow:
         assert slow.status() == 200
-        wait_for(lambda: not _takes_a_byte(slow))  # The connection is never idle.
+        # The client sends bytes often enough that the connection is never idle.
+        wait_for(lambda: not _takes_a_byte(slow))
 
 
 def _takes_a_byte(slow: Raw) -> bool:
@@ -130,7 +129,7 @@ def test_connections_have_a_limit() -> None:
 
 
 def test_viewers_are_counted_when_they_are_let_in(server: Server) -> None:
-    """Of a hundred at once, all were once let in, because each was counted at its first event."""
+    """Of many viewers at once, no more than VIEWERS are let in."""
     asks = head("/v1/kv/stream", method="GET") + "\r\n"
 
     def n_let_in() -> int:
@@ -172,7 +171,8 @@ def test_nobody_waits_for_a_body_that_is_checked(server: Server, piece: str) -> 
 def test_nothing_that_a_stranger_sends_is_held(server: Server, path: str) -> None:
     asks = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n"
     with Raw(server, asks) as stranger:
-        assert stranger.status() == 401  # The status is not 408 after a missing body.
+        # A stranger is refused at once, and not with 408 after waiting for the body.
+        assert stranger.status() == 401
 
 
 def test_pieces_of_tokens_have_a_limit(server: Server) -> None:
@@ -184,7 +184,7 @@ def test_pieces_of_tokens_have_a_limit(server: Server) -> None:
 
 
 def _hostile(server: Server, i: int) -> None:
-    """Send one of the hostile requests above, and disconnect."""
+    """Send hostile request number i, and disconnect."""
     body = json.dumps({"prompt": "The old garden", "max_tokens": 2_000, "stream": True})
     whole = head("/v1/completions", f"Content-Length: {len(body)}", "") + body
     texts = [
@@ -228,7 +228,9 @@ def test_nothing_is_lost_beside_hostile_clients(server: Server) -> None:
 
 
 def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client takes the first piece, and the others once the model has stopped."""
+    """An answer ends if its client has read the first piece, and does not read more until the model
+    has stopped.
+    """
     monkeypatch.setattr(streaming, "MOST_UNREAD", 50)
     body = {"prompt": PROMPT, "max_tokens": 3000, "min_tokens": 3000, "stream": True}
     content = json.dumps(body).encode()
