@@ -253,7 +253,7 @@ def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.Monk
         headers = [(b"content-type", b"application/json")]
         await asyncio.wait_for(app({**scope, "headers": headers}, receive, send), 60)
         engine.close()
-        assert 50 <= len(pieces) < 1000  # The worker is a few pieces ahead of the event loop.
+        assert 50 <= len(pieces) < 1000  # The worker may be a few pieces ahead of the event loop.
         assert engine.outcomes["refused"] == 1
         return pieces[-1].decode()
 
@@ -261,7 +261,9 @@ def test_an_answer_ends_if_its_client_is_too_far_behind(monkeypatch: pytest.Monk
 
 
 def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -> None:
-    """The buffers of the system hold a few of its answers, and the next one waits."""
+    """A client that reads nothing delays the end by seconds, although answers wait in full
+    buffers.
+    """
     server = Server(ENTROPYKV_API_KEY=KEY)
     body = json.dumps({"content": "a b c d e " * 5000, "with_pieces": True})
     asks = head("/tokenize", f"Content-Length: {len(body)}", "") + body
@@ -285,7 +287,9 @@ def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -
 
 
 def test_who_waits_for_room_can_leave() -> None:
-    """The bytes of the pool hold one conversation, and another client waits for the next token."""
+    """While the pool has bytes for one conversation alone, a client that waits for its next token
+    can disconnect.
+    """
     budget = ("--parallel", 2, "--kv-budget", "30KiB", "--policy", "uniform", "--checkpoints", 0)
     with Server(*budget, "--request-seconds", 20, ENTROPYKV_API_KEY=KEY) as server:
         endless: Any = {"max_tokens": 10_000, "min_tokens": 10_000, "stream": True}
@@ -309,12 +313,12 @@ def test_a_text_of_control_tokens_takes_no_minute(smollm2: Path, control: str) -
         chat = [{"role": "user", "content": text}]
         for path, body, said in (
             ("/v1/completions", {"prompt": text}, "control tokens"),
-            # There it is plain text, which is only too long.
+            # In a chat, the text is plain, so it is only too long.
             ("/v1/chat/completions", {"messages": chat}, "maximum context length"),
             ("/tokenize", {"content": text}, "control tokens"),
             ("/extras/tokenize/count", {"input": text}, "control tokens"),
         ):
-            answer = server.post(path, json.dumps(body))  # It takes less than its timeout.
+            answer = server.post(path, json.dumps(body))  # This request ends before its timeout.
             assert answer.status_code == 400
             assert said in answer.json()["error"]["message"]
         few = control * 200

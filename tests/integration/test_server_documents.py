@@ -21,14 +21,14 @@ from tests.support.waiting import wait_for
 SENTENCE = "The quick brown fox jumps over the lazy dog. "
 TEXT = SENTENCE * 12
 LONG = SENTENCE * 420
-"""About 13,000 tokens, which take a second or more to read."""
+"""A text of about 13,000 tokens, which take a second or more to read."""
 QUESTION = "Who jumps?"
 USUAL: tuple[object, ...] = ("-c", 16384, "-t", 1, "--kv-budget", 4096)
 KEYS = ("first-key-of-two", "second-key-of-two")
 
 
 class Client:
-    """Send each request by a connection of its own, so that none is left open."""
+    """Send each request through a connection of its own, which is closed afterwards."""
 
     def __init__(self, server: Server, key: str | None) -> None:
         self._url = server.url
@@ -49,7 +49,7 @@ class Client:
 
 
 class Asker:
-    """Talk to a server about documents."""
+    """Send requests about documents to a server."""
 
     def __init__(self, server: Server, key: str | None = None) -> None:
         self.client = Client(server, key)
@@ -80,7 +80,7 @@ class Asker:
         return str(answer.json()["choices"][0]["text"])
 
     def n_read(self) -> int:
-        """Return how many tokens of prompts were read so far, without those of documents."""
+        """Return the number of prompt tokens read so far, without those of documents."""
         lines = self.client.get("/metrics").text.splitlines()
         line = next(x for x in lines if x.startswith("entropykv_prompt_tokens_total"))
         return int(float(line.split()[1]))
@@ -113,7 +113,7 @@ def asker(server: Server) -> Asker:
 def test_a_question_reads_its_own_tokens_alone_and_gets_the_answer_of_the_whole_text(
     asker: Asker,
 ) -> None:
-    text = TEXT.replace("fox", "cat")  # No other test has it, so that no cache knows it.
+    text = TEXT.replace("fox", "cat")  # No other test uses this text, so no cache knows it.
     status = asker.read("book", text)
     assert status["tokens_read"] == status["tokens"] > 100
     assert status["bytes"] > 0
@@ -144,7 +144,7 @@ def test_the_progress_of_reading_can_be_watched(asker: Asker) -> None:
 
 
 def test_others_write_and_read_while_a_document_is_read(asker: Asker) -> None:
-    """A stream gets tokens, and another prompt an answer, before the document is finished."""
+    """While a document is read, a stream gets tokens and another prompt gets an answer."""
     assert asker.post("book", LONG).status_code == 202
     asker.until("book", "reading", "ready")
     body = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "stream": True, "min_tokens": 20}
@@ -244,7 +244,8 @@ def test_several_choices_and_streams_ask_one_document(asker: Asker) -> None:
 
 def test_a_file_can_be_sent_as_a_form(asker: Asker) -> None:
     file = {"file": ("The book.txt", TEXT.replace("\n", "\r\n").encode())}
-    assert asker.client.post("/v1/documents", files=file).status_code == 400  # It has a space.
+    # The name has a space.
+    assert asker.client.post("/v1/documents", files=file).status_code == 400
     named = asker.client.post("/v1/documents", files=file, data={"name": "book"})
     assert named.status_code == 202, named.text
     unnamed = asker.client.post("/v1/documents", files={"file": ("a.txt", TEXT.encode())})
@@ -351,7 +352,7 @@ def test_deleting_a_document_that_is_being_read_stops_it(asker: Asker) -> None:
     asker.until("book", "reading", "ready")
     assert asker.client.delete("/v1/documents/book").json()["deleted"]
     assert asker.names() == []
-    asker.read("book")  # The name is free again, also for another text.
+    asker.read("book")  # The name is free again, and may be used for another text.
 
 
 def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
@@ -365,7 +366,7 @@ def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
         asker = Asker(running)
         for name in ("a", "b"):
             asker.read(name)
-        asker.answer("a")  # Now b is the least recently used.
+        asker.answer("a")  # Now b was not used for the longest time.
         asker.read("c")
         assert asker.names() == ["a", "c"]
         body = {"prompt": QUESTION, "document": "a", "stream": True, "max_tokens": 4000}
@@ -373,7 +374,8 @@ def test_the_least_recently_used_document_makes_room(tmp_path: Path) -> None:
         with asker.client.stream("/v1/completions", body) as stream:
             lines = stream.iter_lines()
             next(lines)
-            for name in ("d", "e"):  # a is the least recently used, but in use.
+            # a was not used for the longest time, but a request uses it now.
+            for name in ("d", "e"):
                 asker.read(name)
             assert asker.names() == ["a", "e"]
         assert asker.post("large", TEXT * 4).status_code == 202
@@ -438,7 +440,9 @@ def test_documents_are_there_after_a_restart(tmp_path: Path) -> None:
 @pytest.mark.needs("signal.SIGKILL")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: str) -> None:
-    """The reading of one goes on, and the texts that wait were not saved yet by any reading."""
+    """No accepted text is lost by a server that dies while it reads one document and others
+    wait.
+    """
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)
     names = ["long", "first", "second"]
@@ -469,7 +473,9 @@ def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: st
 
 @pytest.mark.needs("signal.SIGKILL")
 def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> None:
-    """If the first one dies, the second one goes on."""
+    """A second server waits for a document that the first one reads, and reads on if the first one
+    dies.
+    """
     with (
         Server("--documents", tmp_path, usual=USUAL) as first,
         Server("--documents", tmp_path, usual=USUAL) as second,
@@ -510,7 +516,8 @@ def test_a_document_that_another_server_uses_stays(tmp_path: Path) -> None:
             assert one.status("book")["status"] == "ready"
         wait_for(lambda: two.client.delete("/v1/documents/book").status_code != 409)
         assert one.ask("book").status_code == 404
-        # The same name for another text: what the first server holds in memory is not asked.
+        # The second server reads another text under the same name; the first one must answer about
+        # the new text.
         two.read("book", TEXT[::-1])
         assert one.answer("book") == two.answer("book")
 

@@ -1,4 +1,4 @@
-"""Operators of `entropykv serve` get models, health, the log, and the description."""
+"""Operators of `entropykv serve` get its models, health, log and OpenAPI description."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_answers_are_those_of_a_session(
     data = png(64, 40)
     with model.session(kv_budget=128) as session:
         prompt = prompt_of(session, f"user: {MARKER}\nwhat is it\nassistant:", [data])
-        # The template has no BOS.
+        # The template adds no BOS.
         tokens = session.generate(prompt.tokens[1:], 12, temperature=0.0)
         expected = session.detokenize(list(tokens))
     assert ask(client, question(image(data))) == expected
@@ -106,13 +106,13 @@ def test_a_further_turn_goes_on_from_the_image_and_another_image_does_not(
     ]
 
     def spared(what: list[Any]) -> int:
-        """Return how many tokens of a prompt were not read again."""
+        """Ask; return the number of prompt tokens that were not read again."""
         before = server.kv()["prompt_tokens"]
         answer = client.chat.completions.create(model="any", messages=what, **GREEDY)
         assert answer.usage is not None
         return int(answer.usage.prompt_tokens - (server.kv()["prompt_tokens"] - before))
 
-    assert spared(messages) > 36  # That is the whole image, and the text before it.
+    assert spared(messages) > 36  # The image and the text before it take more tokens than this.
     other = question(image(png(64, 40, seed=5)))
     assert spared([*other, *messages[1:]]) < 6
 
@@ -152,7 +152,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_refuses_by_name_and_goes_on(client: openai.OpenAI, what: str) -> None:
     messages, words = BAD[what]
-    if not words:  # Such a part is read as text.
+    if not words:  # A part without words is read as text.
         assert ask(client, messages)
         return
     with pytest.raises(openai.BadRequestError, match=words):

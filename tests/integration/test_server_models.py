@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_alone(path: Path) -> str:
-    """Return the answer of a model without a server."""
+    """Return the answer of a model in a session without a server."""
     with Session(path, n_ctx=256, kv_budget="64", n_threads=1) as session:
         prompt = session.tokenize(str(WORDS["prompt"]))
         tokens = session.generate(prompt, max_tokens=6, temperature=0.0)
@@ -51,7 +51,9 @@ async def text_of(served: Running, model: str | None) -> str:
 
 
 async def streamed(served: Running, model: str) -> list[Any]:
-    """Return all chunks of a long answer; ASGITransport delivers them only when it is complete."""
+    """Return all chunks of a long answer, which ASGITransport delivers when the answer is
+    complete.
+    """
     answer = await served.ask(model, **LONG, stream=True)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -211,7 +213,9 @@ def test_a_model_that_is_too_large_unloads_no_other_one(folder: Path) -> None:
 
 
 def test_a_model_sleeps_although_timers_fire_early(folder: Path) -> None:
-    """Timers of uvloop may fire a millisecond early."""
+    """A model sleeps when it was idle for its time, though timers of uvloop may fire a millisecond
+    early.
+    """
 
     async def check() -> None:
         loop = asyncio.get_running_loop()
@@ -541,7 +545,7 @@ def test_memory_goes_back_when_a_model_is_unloaded(tmp_path: Path) -> None:
 def test_a_signal_ends_the_process_while_a_model_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = socket.create_server(("127.0.0.1", 0))  # It accepts connections, and never answers.
+    hub = socket.create_server(("127.0.0.1", 0))  # This hub accepts connections, but never answers.
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     preset = tmp_path / "models.ini"

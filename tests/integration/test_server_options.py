@@ -1,4 +1,6 @@
-"""Options of `entropykv serve` work: the names of both servers, and the recovery ladder."""
+"""Options of `entropykv serve` work: the names of both other servers, and those of the recovery
+ladder.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +172,7 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
         app = create_app(model, ServerOptions())
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for _ in range(2):  # Both answers are greedy.
+            for _ in range(2):  # Both requests are greedy.
                 answer = await client.post("/v1/completions", json={"prompt": "The old"})
                 assert answer.json()["usage"]["completion_tokens"] == 3
                 texts.append(answer.json()["choices"][0]["text"])

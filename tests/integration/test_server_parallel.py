@@ -54,7 +54,8 @@ def test_streams_are_interleaved(server: Server) -> None:
         streams = [complete(client, prompt, stream=True, **ENDLESS) for prompt in PROMPTS[:3]]
         for stream in streams:
             next(iter(stream))
-        assert figure(server, "requests_running") == 3  # None ended before the last one began.
+        # No answer had ended when the last one began.
+        assert figure(server, "requests_running") == 3
         for stream in streams:
             stream.close()
     server.idle_figures(60)
@@ -64,7 +65,7 @@ def test_streams_are_interleaved(server: Server) -> None:
 
 def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: Server) -> None:
     prompt = "A gardener and a fisherman meet at the harbour, and talk. " * 20
-    many = 500  # All begin while the first one is written.
+    many = 500  # All requests begin while the first answer is written.
     options: dict[str, Any] = {"temperature": 1.2, "seed": 5, "max_tokens": many}
     options["extra_body"] = {"min_tokens": many}
     with server.client() as client:
@@ -88,13 +89,13 @@ def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: 
         assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (n_prompt, 3 * many)
     assert len(ids) == 1
     first_end = min(len(order) - order[::-1].index(i) for i in range(3))
-    assert {0, 1, 2} == set(order[:first_end])  # All have begun before the first one ends.
+    assert {0, 1, 2} == set(order[:first_end])  # All answers had begun before the first one ended.
     assert figure(server, "forked_total") >= 2
 
 
 def test_checkpoints_are_an_option_of_the_server() -> None:
-    """A single conversation rolls back after evictions with checkpoints, and cannot
-    without them.
+    """With checkpoints, a single conversation goes back after evictions; without them, it is read
+    again.
     """
     text = "In the garden there is a tree, and a bird sings. " * 40
     n_read = {}
@@ -121,13 +122,14 @@ def test_the_next_turn_reads_only_what_is_new(server: Server) -> None:
             read = server.idle_figures(60)["prompt_tokens"] - before
             assert read < answer.usage.prompt_tokens / 4
         assert figure(server, "resumed_total") == resumed + len(texts)
-        assert figure(server, "conversations_swapped_out") > 0  # More than the 3 that fit.
+        # There are more conversations than the three that fit.
+        assert figure(server, "conversations_swapped_out") > 0
         assert figure(server, "conversations") >= len(texts)
 
 
 def test_a_chat_without_a_template_goes_on_and_takes_no_second_place(server: Server) -> None:
-    """The next prompt begins with what was read and written, although its question ends with a full
-    stop, which one token has together with a line break.
+    """A chat without a template goes on in its place, also where a full stop and a line break are
+    one token.
     """
     messages: list[dict[str, str]] = []
     n_held = 0
@@ -144,7 +146,8 @@ def test_a_chat_without_a_template_goes_on_and_takes_no_second_place(server: Ser
             assert figure(server, "resumed_total") == resumed + 1
             assert figure(server, "forked_total") == forked
             assert figure(server, "conversations") == n_kept
-        n_held = answer["usage"]["total_tokens"] - 1  # Its last token is not read yet.
+        # The last token of the answer was not read yet.
+        n_held = answer["usage"]["total_tokens"] - 1
         content = answer["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": content})
 
@@ -235,8 +238,8 @@ def test_running_answers_end_before_the_server_does() -> None:
 
 @pytest.mark.needs("mallopt()")
 def test_the_memory_of_large_requests_is_given_back() -> None:
-    """Each worker refuses a prompt of 140,000 tokens: the memory of texts and tokens is freed at
-    once.
+    """The memory of large requests is freed at once, after every worker has refused a prompt of
+    140,000 tokens.
     """
     with Server("-np", 8, "--kv-budget", 256, "-t", 1, usual=("-c", 512)) as server:
         body = json.dumps({"prompt": "the cat sat. " * 20_000, "max_tokens": 1})

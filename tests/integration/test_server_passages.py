@@ -1,4 +1,4 @@
-"""An answer about a document says which of its passages it looked at."""
+"""An answer about a document names the passages that it attended to."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def post(server: Server, path: str, body: dict[str, Any]) -> httpx.Response:
 
 def read(server: Server, text: str) -> None:
     assert post(server, "/v1/documents", {"name": "book", "text": text}).status_code == 202
-    # A question waits until the document is ready.
+    # The question waits until the document is ready.
     assert ask(server, "Well?", passages=0, max_tokens=1).status_code == 200
 
 
@@ -51,7 +51,7 @@ def events_of(answer: httpx.Response) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Start a server with a model that is small and understands nothing."""
+    """Start a server with a small model, whose answers make no sense."""
     folder = tmp_path_factory.mktemp("documents")
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", "adaptive")
     with Server("--documents", folder, usual=usual) as running:
@@ -96,8 +96,8 @@ def test_every_choice_has_passages_of_its_own(small: Server) -> None:
 
 @pytest.mark.parametrize("question", ["Who?", "What is said about the sea and the ship here?"])
 def test_a_question_that_is_asked_again_has_the_same_passages(small: Server, question: str) -> None:
-    """The checkpoint at the end of a question must not answer it without reading: passages come
-    from reading.
+    """A repeated question has the same passages, though a checkpoint could answer it without
+    reading, and passages come from reading.
     """
     first, second = (ask(small, question).json()["choices"][0] for _ in range(2))
     assert second == first

@@ -1,4 +1,4 @@
-"""`entropykv serve` refuses requests by name, and the next request is answered."""
+"""`entropykv serve` refuses wrong requests by name, and answers the next one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_body_of_unknown_length_has_the_same_limit(server: Server) -> None:
     pieces = iter([b'{"prompt": "', *[b"a" * 2**20] * 10, b'"}'])
     try:
         status = server.post("/v1/completions", pieces).status_code
-    except httpx.WriteError:  # The server closed the connection before everything was written.
+    except httpx.WriteError:  # The server closed the connection before it had received everything.
         return
     assert status == 413
 

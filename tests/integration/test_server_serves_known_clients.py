@@ -34,7 +34,7 @@ CLOCK: Any = {"type": "function", "function": {"name": "clock"}}
 
 
 class Weather(BaseModel):
-    """The type of structured answers."""
+    """Define the type of structured answers."""
 
     city: Literal["Rome", "Oslo"]
     sunny: bool
@@ -133,7 +133,7 @@ def test_tools_with_a_choice_leave_text_as_it_is(client: openai.OpenAI) -> None:
 
 def test_usage_of_a_stream(client: openai.OpenAI) -> None:
     chat(client, max_tokens=7)
-    whole = chat(client, max_tokens=7)  # Both find the prompt read.
+    whole = chat(client, max_tokens=7)  # Both requests find the prompt already read.
     chunks = list(chat(client, max_tokens=7, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1].choices == []
     assert chunks[-1].usage == whole.usage

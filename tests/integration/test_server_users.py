@@ -34,7 +34,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[POOL, ()], ids=["pool", "one"])
 def server(request: pytest.FixtureRequest, keys: Path) -> Iterator[Server]:
-    """Run a server with a pool, or with one conversation at a time."""
+    """Run a server with a pool, or one that holds one conversation at a time."""
     yield from served(*request.param, "--api-key-file", keys, "--show-text")
 
 
@@ -44,7 +44,7 @@ def asked(server: Server, key: str | None) -> httpx.Client:
 
 
 def tokens_read(server: Server, key: str | None, prompt: str, **options: Any) -> int:
-    """Return how many tokens of a prompt were read for an answer."""
+    """Complete a prompt; return the number of its tokens that were read."""
     with asked(server, key) as client:
         before = client.get("/v1/kv").json()["prompt_tokens"]
         body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, **options}
@@ -54,7 +54,7 @@ def tokens_read(server: Server, key: str | None, prompt: str, **options: Any) ->
 
 
 def first_pictures(server: Server, key: str) -> tuple[Any, Any]:
-    """Return what the page shows first: the model, and a picture."""
+    """Return the first two events of the page's stream: the model, and the state of the cache."""
     found: list[Any] = []
     with asked(server, key) as client, client.stream("GET", "/v1/kv/stream") as answer:
         for line in answer.iter_lines():
@@ -111,7 +111,7 @@ def test_names_of_one_key_share_prefixes_unless_told_otherwise(keys: Path) -> No
 
 
 class Closing(Server):
-    """Define a server that ends with the test."""
+    """End the server if the test does not."""
 
     def close(self) -> None:
         assert self.end()[0] == 0
@@ -119,7 +119,7 @@ class Closing(Server):
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_texts_are_off_where_there_is_a_key(key: str | None) -> None:
-    """Without a key, on this machine's own address, they are on, even without the page."""
+    """Texts are shown on this machine's own address without a key, and never with one."""
     environment = {} if key is None else {"ENTROPYKV_API_KEY": key}
     with contextlib.closing(Closing(*POOL, "--web", "false", **environment)) as server:
         tokens_read(server, key, SECRET)
@@ -155,7 +155,9 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(
 def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
     keys: Path, tmp_path: Path, parallel: int
 ) -> None:
-    """The app is made as in a replica, without Ray."""
+    """A name with another key is another conversation, also in the app of a replica, which runs
+    without Ray here.
+    """
     model = ModelOptions(
         model=str(MODEL), n_ctx=2048, kv_budget="1500", n_threads=1, parallel=parallel
     )

@@ -84,7 +84,7 @@ def test_run_refuses_wrong_combinations(tiny_llama: Path, tmp_path: Path) -> Non
         (("--save-session", file), ("prompt is empty",)),
     ):
         result = run(tiny_llama, *arguments)
-        if "--load-session" in arguments and "400" in words:  # It was loaded before.
+        if "--load-session" in arguments and "400" in words:  # The same text was loaded before.
             result.stderr = result.stderr.split("\n", 1)[1]
         assert_refused(result, *words)
     assert sorted(os.listdir(tmp_path)) == ["junk", "x.ekv"]
@@ -113,11 +113,12 @@ def test_a_chat_goes_on_with_another_turn(smollm2: Path, tmp_path: Path) -> None
 
 def test_ctrl_c_saves_what_was_written(smollm2: Path, tmp_path: Path) -> None:
     file = tmp_path / "x.ekv"
-    prompt = "Once upon a time, in a village by the sea,"  # The model does not end its answer soon.
+    # The model does not end its answer to this prompt soon.
+    prompt = "Once upon a time, in a village by the sea,"
     options = ("-m", str(smollm2), "--no-chat", "--temp", "0", "-c", "4096", "-t", "1")
     with started("run", *options, "-p", prompt, "--save-session", file) as process:
         assert process.stdout is not None
-        start = process.stdout.read(1)  # The generation has begun.
+        start = process.stdout.read(1)  # This character shows that generation has begun.
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -146,12 +147,12 @@ def test_ctrl_c_while_the_prompt_is_read_saves_nothing(
         while "reading" not in errors:
             errors += os.read(terminal, 1000).decode()
         process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # The other end is closed.
+        with contextlib.suppress(OSError):  # The other end of the terminal is closed.
             while shown := os.read(terminal, 1000):
                 errors += shown.decode()
         process.wait(timeout=60)
     os.close(terminal)
     assert process.returncode == 130, errors
     note = f"interrupted while the prompt was read: {file} is not written"
-    assert note in " ".join(errors.split())  # In a terminal, it is wrapped.
+    assert note in " ".join(errors.split())  # In a terminal, the note is wrapped.
     assert os.listdir(tmp_path) == ["text"]

@@ -63,7 +63,7 @@ def test_the_same_numbers_as_without_a_break(
 
 
 def test_saving_changes_nothing(tiny_llama: Path) -> None:
-    """An uninterrupted run that never saved writes the same text."""
+    """A session that saves and loads its own state writes the same text as one that does not."""
     results = []
     for saves in (False, True):
         with session_of(tiny_llama) as session:
@@ -76,7 +76,9 @@ def test_saving_changes_nothing(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("n_tokens", [50, 199])
 def test_windows_go_back_as_far_as_before(n_tokens: int, tmp_path: Path) -> None:
-    """A file says from which position on its windows are whole."""
+    """A loaded session can go back as far as the saved one, because its file says where its windows
+    are whole.
+    """
     path = tmp_path / "windows.gguf"
     write_known(path, MODELS["gemma3"])
     with session_of(path, kv_budget=1.0, policy="recency") as session:
@@ -109,7 +111,7 @@ STEPS = st.lists(
 
 
 def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
-    """Execute steps; returns the tokens that the session should have."""
+    """Execute steps; return the tokens that the session should hold."""
     read: list[int] = []
     for action, value in steps:
         if action == "decode":
@@ -123,7 +125,8 @@ def take(session: Session, steps: list[tuple[str, Any]]) -> list[int]:
         elif action == "resize":
             session.cache.resize(value)
         elif action == "truncate":
-            with contextlib.suppress(ContextError):  # The flat store cannot roll back everywhere.
+            # The flat store can roll back to some positions only.
+            with contextlib.suppress(ContextError):
                 session.text.truncate(int(value * session.position))
             del read[session.position :]
         elif action == "reset":
@@ -190,7 +193,9 @@ def test_an_empty_session_and_one_without_logits(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize(("model", "store", "policy"), STORES)
 def test_other_budgets(model: str, store: str, policy: str, request: Any) -> None:
-    """A smaller budget evicts as resize() does; a larger one keeps everything."""
+    """A loaded session with a smaller budget evicts as resize() does; with a larger one, it keeps
+    everything.
+    """
     options = {"store": store, "policy": policy, "n_ubatch": 64}
     path = request.getfixturevalue(model)
     with session_of(path, **options) as session:
@@ -246,7 +251,9 @@ with Session(model, n_ctx=n_ctx, kv_budget=budget, kv_type="q8_0", n_threads=1) 
 
 
 def part(*arguments: object) -> tuple[list[int], list[list[int]]]:
-    """Generate in a process of its own, which kills itself after saving."""
+    """Generate in a process of its own, which kills itself after saving if the fifth argument says
+    so; return tokens and entries.
+    """
     code = -signal.SIGKILL if arguments[4] else 0
     result = python(PART, json.dumps(arguments), code=code)
     written, entries = json.loads(result.stdout)

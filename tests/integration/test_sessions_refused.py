@@ -29,7 +29,7 @@ def test_other_models_and_settings(tiny_llama: Path, tiny_bitnet: Path, tmp_path
     with session_of(tiny_llama) as session:
         session.decode(tokens_for(200))
         data = session.files.save_state()
-    twin = tmp_path / "twin.gguf"  # It has the same header, but other weights.
+    twin = tmp_path / "twin.gguf"  # The other model has the same header, but other weights.
     write_llama(twin, n_layer=3, n_head=6, n_head_kv=2, head_dim=32, weight_type="F32", seed=1)
     for path, options, words in (
         (tiny_bitnet, {}, "another model file"),
@@ -58,7 +58,7 @@ def test_a_flat_session_that_needs_more_cells(tiny_llama: Path) -> None:
 
 
 def test_lies_under_a_right_digest(tiny_llama: Path) -> None:
-    """A correct digest does not make a value trusted."""
+    """False values are refused, also under a correct digest."""
 
     def change(**values: Any) -> Callable[[dict[str, Any]], None]:
         return lambda contents: contents.update(values)

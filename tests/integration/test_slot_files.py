@@ -1,4 +1,4 @@
-"""A slot's conversation can be saved and restored: POST /slots/{id}?action=save, as in
+"""A slot's conversation can be saved and restored by POST /slots/{id}?action=save, as in
 llama-server.
 """
 
@@ -50,7 +50,7 @@ def complete(server: Server, prompt: str, key: str = KEYS[0]) -> Any:
 
 
 def slot_of_latest(server: Server, key: str = KEYS[0]) -> int:
-    """Return the number of a slot that holds a conversation of the key's user."""
+    """Return the number of the first slot that holds a conversation of the key's user."""
     for number in range(2):
         answer = ask(server, f"/slots/{number}?action=save", {"filename": "probe"}, key)
         if answer.status_code == 200:

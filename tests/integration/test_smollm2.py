@@ -1,4 +1,4 @@
-"""A real model works: SmolLM2-135M-Instruct."""
+"""SmolLM2-135M-Instruct, a real model, keeps its quality."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tests.support.command import python
 
 
 def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> None:
-    """Rounding errors are chaotic in quantised weights, so distances are compared on average."""
+    """On average over texts, logits are as near to stock's as stock's flash attention; single texts
+    differ by chance.
+    """
     plain = StockSession(str(smollm2), n_ctx=512, n_threads=2, flash=False)
     flash = StockSession(str(smollm2), n_ctx=512, n_threads=2)
     ours_to_plain, ours_to_flash, flash_to_plain = [], [], []
@@ -31,7 +33,7 @@ def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> N
             flash_to_plain.append(mean_divergence(reference, fast))
     plain.close()
     flash.close()
-    # Single texts gave up to 0.0045 with products by AVX2 and 0.0051 with AVX-512 VNNI.
+    # Measured for single texts: up to 0.0045 with products by AVX2, 0.0051 with AVX-512 VNNI.
     assert max(ours_to_plain + ours_to_flash) <= 0.006
     # Our products round activations with their own scales, which adds to the difference of
     # attention.
@@ -39,10 +41,9 @@ def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> N
 
 
 def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
-    """Each of 200 tokens is stock's own choice, or one that stock ranks equal up to rounding.
+    """Each of 200 greedy tokens is stock's choice, or equal to it up to rounding.
 
-    How often two choices are that close depends on the text; stock's two implementations of
-    attention show it.
+    The number of the latter is compared with that of stock's own two implementations of attention.
     """
     rounding = 0.5  # Logits of stock with and without flash attention differ by 0.15 on average.
     with Session(smollm2, n_ctx=512, kv_type="f16", n_threads=2) as session:
@@ -65,7 +66,7 @@ def test_greedy_text_agrees_with_stock(smollm2: Path) -> None:
 
 
 def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:
-    """The protocol is that of `entropykv eval` on one text."""
+    """By the protocol of `entropykv eval`, a fifth of the entries keeps the quality of one text."""
     stock = StockSession(str(smollm2), n_ctx=2304, n_threads=2)
     tokens = stock.tokenize(prose)[:2304]
     stock.decode(tokens[:2048])
@@ -107,6 +108,7 @@ def test_evictions_cost_little(smollm2: Path, prose: str) -> None:
         stats = session.stats()
     assert n_generated == stats.generated_tokens
     assert stats.evictions > 0
-    # It is one percent, of which another process may take more than of the rest.
+    # Eviction takes about one percent of the time; the limit is high, because another process may
+    # run just then.
     assert stats.eviction_seconds < 0.2 * (stats.prompt_seconds + stats.decode_seconds)
     assert np.isclose(stats.kv_bytes_full, 30 * 3 * 256 * (1900 + n_generated - 1))

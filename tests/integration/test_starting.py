@@ -1,6 +1,4 @@
-"""The package and its command line start without loading what the first answer needs; help is
-short, and what is misspelt is named.
-"""
+"""The package and its command line start fast, help is short, and misspelt names are named."""
 
 from __future__ import annotations
 
@@ -22,13 +20,13 @@ WITHOUT_SERVER = "import sys; sys.modules['fastapi'] = None\n"
 
 
 def loaded_by(code: str) -> set[str]:
-    """Return the modules that code loads in a new process."""
+    """Return the modules that a program has loaded at its end, in a new process."""
     ending = "\nimport sys; print('\\n' + ' '.join(sys.modules))"
     return set(python(code + ending).stdout.splitlines()[-1].split())
 
 
 def main(*arguments: str) -> str:
-    """Return code that runs a command line, and goes on after it."""
+    """Return code that runs a command line, and continues after it."""
     return (
         "from entropykv_command import main\nimport sys\n"
         f"sys.argv = ['entropykv', *{arguments!r}]\n"
@@ -178,8 +176,8 @@ def test_completion_names_its_extra() -> None:
 def test_a_fraction_means_the_same_at_every_door(
     tiny_llama: Path, tmp_path: Path, budget: str, context: tuple[str, ...]
 ) -> None:
-    """Without -c, a fraction is taken of the context that the model was trained for, although a
-    chat or a document may be longer.
+    """Without -c, every command takes a fraction of the trained context, although a chat or a
+    document may be longer.
     """
     n_ctx = int(context[1]) if context else read_geometry(tiny_llama).n_ctx_train
     text, document = tmp_path / "text.txt", tmp_path / "document.ekv"

@@ -1,4 +1,4 @@
-"""Conversations are swapped out of a pool and in again, and can be forked."""
+"""Conversations can be swapped out of a pool and in again, and can be forked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_more_conversations_than_fit_are_parked_and_nothing_is_read_again(
 
 
 def leave_pool(pool: Pool) -> None:
-    """Let everything that is swapped out leave the pool."""
+    """Let every text that is swapped out leave the pool."""
     with pool.runner.scheduler.between_steps():
         while pool.runner.kept_texts.make_room():
             pass
@@ -63,7 +63,7 @@ def leave_pool(pool: Pool) -> None:
 
 @pytest.fixture
 def windows(tmp_path: Path) -> Path:
-    """Write a model whose layers see 32 tokens, but for every second one."""
+    """Write a model in which every second layer has a window of 32 tokens."""
     path = tmp_path / "windows.gguf"
     write_known(path, MODELS["gemma3"])
     return path
@@ -71,7 +71,9 @@ def windows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_parked_windows_go_back_as_far_as_they_could(windows: Path, leaves: bool) -> None:
-    """Where nothing has left a window, everything comes back."""
+    """A session that was swapped out, and whose windows have lost nothing, can go back to any
+    position.
+    """
     with pool_of(windows, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
         written(first, PROMPTS[1], 2)
@@ -97,7 +99,9 @@ def test_parked_windows_go_back_as_far_as_they_could(windows: Path, leaves: bool
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_parked_windows_go_back_no_further_than_they_can(windows: Path, leaves: bool) -> None:
-    """What has left a window is gone, and the session says from where on it is whole."""
+    """A session that was swapped out, and whose windows have lost tokens, goes back exactly as far
+    as before.
+    """
     options = {"n_sequences": 1, "kv_type": "f16", "kv_budget": 60, "policy": "recency"}
     with pool_of(windows, **options) as pool:
         first, second = pool.session(), pool.session()
@@ -122,7 +126,7 @@ def test_where_nothing_more_can_be_parked_the_newcomer_is_refused(model: Path) -
             second.decode([1])
         assert (
             first.position == len(first.tokens) == len(PROMPTS[0]) + 2
-        )  # No session lost anything.
+        )  # No session has lost an entry.
         written(first, [int(rows[-1].argmax())], 1)
         first.close()
         second.decode([1])
@@ -148,7 +152,7 @@ def test_a_newcomer_waits_for_those_who_write(model: Path) -> None:
 def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It becomes idle while the pool refuses the newcomer, which looked at the time before."""
+    """A new session waits for one that becomes idle while the pool refuses the new one."""
     monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 1e6)
     late = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep)
@@ -188,7 +192,9 @@ def test_one_thread_can_hold_several_generations(
 @pytest.mark.parametrize("policy", ["uniform", "adaptive", "streaming", "layer"])
 @pytest.mark.parametrize("tokens", [N_CTX, 96])
 def test_a_fork_is_the_same_conversation_to_the_bit(model: Path, tokens: int, policy: str) -> None:
-    """This holds even if both evict, and if their shared pages have to leave the pool meanwhile."""
+    """A fork has the logits of its original to the bit, also if both evict, or shared pages leave
+    the pool.
+    """
     options: dict[str, Any] = {"kv_budget": tokens, "policy": policy, "checkpoints": 0}
     with pool_of(model, n_sequences=2, **options) as pool:
         steps = Steps(pool)
@@ -216,12 +222,12 @@ def test_a_fork_takes_no_pages_until_it_reads(model: Path) -> None:
         forks = [first.fork() for _ in range(3)]
         assert pool.stats().kv_bytes_now == alone
         together([first, *forks], [[7], [8], [9], [10]], 4)
-        # Each fork has its own last page of every KV head, and at most one more.
+        # Each fork has its own last page per KV head, and at most one more.
         n_heads = 3 * 2
         page = first._slot.store.sharing.plan.page_bytes
         assert pool.stats().kv_bytes_now <= alone + 4 * 2 * n_heads * page < 2 * alone
         first.close()
-        rows = [fork.decode([5]) for fork in forks]  # The shared pages are still theirs.
+        rows = [fork.decode([5]) for fork in forks]  # Forks keep the shared pages.
         for fork in forks:
             fork.close()
         assert len(rows) == 3
@@ -238,11 +244,11 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
         page_bytes = pool.stats().kv_bytes_now
         written(second, PROMPTS[3], 1)
         assert not first.cache.is_live
-        assert pool.stats().kv_bytes_now > page_bytes  # Both are in the pool.
+        assert pool.stats().kv_bytes_now > page_bytes  # Both sessions are in the pool.
         outside = pool.stats().swapped_bytes
         assert outside < page_bytes / 8
         second.reset()
-        written(second, [3] * 400, 1)  # It needs the pages of the other one.
+        written(second, [3] * 400, 1)  # This text needs the pages of the other session.
         assert pool.stats().swapped_bytes > 2 * outside
         found = written(first, [int(row.argmax())], 5)
     with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy="uniform") as single:
@@ -269,7 +275,7 @@ def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gemma3", "jamba", "lfm2", "deepseek2"])
 def test_every_kind_of_layer_is_forked(name: str, tmp_path: Path) -> None:
-    """Windows, recurrent layers, latent attention: the fork has all of their states."""
+    """A fork has all states of its layers: windows, recurrent layers, latent attention."""
     path = tmp_path / f"{name}.gguf"
     write_known(path, MODELS[name])
     with pool_of(path, n_sequences=2, kv_type="f16", kv_budget=2 * N_CTX) as pool:

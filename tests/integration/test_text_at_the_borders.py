@@ -1,6 +1,4 @@
-"""Text comes in and goes out as UTF-8, whatever the locale says, and through streams that are
-closed.
-"""
+"""Text comes in and goes out as UTF-8 with any locale, and through streams that are closed."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def command(
 
 
 def run(model: Path, *arguments: object, stdin: bytes = b"", **options: Any) -> bytes:
-    """Return what `entropykv run` writes to stdout, after asserting that all went well."""
+    """Run `entropykv run`, which must succeed; return what it writes to stdout."""
     words = ("run", "-m", model, *GREEDY, *arguments)
     result = command(*words, stdin=stdin, **options)
     assert result.returncode == 0, result.stderr
@@ -136,7 +134,7 @@ def test_too_little_memory_is_not_called_a_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "large.gguf"
     write_llama(path, n_layer=2, n_ff=64)
     with path.open("r+b") as file:
-        file.truncate(64 << 30)  # A hole: it takes no disk.
+        file.truncate(64 << 30)  # The file is sparse, so that it takes no room on the disk.
     limits = (32 << 30, 32 << 30)
 
     def limited() -> None:

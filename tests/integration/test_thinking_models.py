@@ -35,7 +35,7 @@ def question(text: str = "Where is the garden?") -> dict[str, str]:
 
 
 class Asked:
-    """Hold a server whose template begins thoughts, and its answers."""
+    """Hold a server whose template begins a thought, and send chats to it."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -174,8 +174,8 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
-    """Each turn reads only the last answer and new text, since a checkpoint before the thought
-    restores what the thought had evicted.
+    """A turn reads the last answer and new text only, and a checkpoint restores what the thought
+    had evicted.
     """
     messages = [SYSTEM]
     n_kept = len(asked.server.kv()["conversations"])
@@ -200,7 +200,9 @@ def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
 
 
 def test_chat_keeps_no_thoughts(chat: Chat, tmp_path: Path) -> None:
-    """The context grows only by prompts and answers; of a thought, only its length is printed."""
+    """The context of a chat grows by prompts and answers alone; of a thought, only its length is
+    printed.
+    """
     path = template_file(tmp_path, OPENING)
     options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
     options += ("--ignore-eos",)
@@ -307,7 +309,7 @@ def test_tags_that_are_control_tokens_are_seen(magistral: Path, tmp_path: Path) 
 
 
 def test_a_turn_reads_only_what_is_new_if_the_model_begins_its_thoughts(tmp_path: Path) -> None:
-    """Qwen 3's prompts end before the thought, so the next turn parts from them at their end."""
+    """A turn reads only new text, also if the model itself begins its thoughts, as Qwen 3 does."""
     path = template_file(tmp_path, CLOSING)
     with Server(
         "--chat-template-file", path, "--api-key", KEY, *NEEDS, usual=("-c", 8192)

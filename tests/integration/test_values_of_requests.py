@@ -32,7 +32,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 
 @pytest.fixture(scope="module")
 def words() -> EntropyLlama:
-    """A model that writes words, where random bytes would hide where a token ends."""
+    """Open a model that writes words; with random bytes, the ends of tokens would be hidden."""
     return EntropyLlama(str(MODEL), n_ctx=256, n_threads=1, verbose=False)
 
 
@@ -42,8 +42,8 @@ def llama(tiny_llama: Path) -> EntropyLlama:
 
 
 def expected_logprobs(llama: EntropyLlama, prompt: str, n: int) -> tuple[list[int], list[float]]:
-    """Return the first n tokens of a greedy answer, and the logarithms of their probabilities,
-    computed from the logits of a plain reading.
+    """Return the first n tokens of a greedy answer and their log-probabilities, computed by plain
+    readings.
     """
     tokens = llama.tokenize(prompt.encode())
     values = []
@@ -92,7 +92,7 @@ def test_an_echo_has_the_logprobs_of_the_prompt_in_a_bounded_memory(
 ) -> None:
     from entropykv.session import logprobs  # noqa: PLC0415
 
-    # Rows of 3 tokens at a time: values must not depend on where a piece ends.
+    # Only 3 rows of logits fit at a time; values must not depend on where such a piece ends.
     monkeypatch.setattr(logprobs, "MOST_LOGIT_BYTES", 3 * 4 * llama.n_vocab())
     prompt = "the land in the and of the win"
     body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
@@ -203,7 +203,9 @@ def test_entropy_llama_draws_a_seed_where_it_gets_minus_one(tiny_llama: Path) ->
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_max_tokens_of_zero_and_below(tiny_llama: Path, parallel: int, stream: bool) -> None:
-    """0 only reads the prompt; -1 and -2 write until the model or the context ends."""
+    """max_tokens of 0 only reads the prompt; -1 and -2 write until the model or the context
+    ends.
+    """
     common: dict[str, Any] = {
         "temperature": 0.0,
         "stream": stream,

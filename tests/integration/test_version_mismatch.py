@@ -1,4 +1,4 @@
-"""The extension reports a llama.cpp other than the one that it was built for."""
+"""The extension names a llama.cpp other than the one that it was built for, and refuses it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_it_was_built_against_what_is_here() -> None:
 
 @pytest.mark.needs("/proc/self/maps")
 def test_only_one_libllama_is_loaded_in_any_order_of_imports() -> None:
-    """Only one libllama is loaded, because a second one would have its own log, thread pool and
+    """Only one libllama is loaded; a second one would have its own log, thread pool and
     backends.
     """
     for first in ("entropykv", "llama_cpp"):
@@ -77,7 +77,7 @@ def test_another_release_is_refused_and_its_library_is_not_loaded(asked: str) ->
 
 
 def test_what_was_refused_stays_refused() -> None:
-    """A library that was loaded before its numbers were compared is no way around the check."""
+    """A library that was refused stays refused, although it is loaded then."""
     code = (
         "import entropykv\nfrom entropykv import _build_info\n_build_info.GGML_COMMIT = '0123456'\n"
         "for _ in range(2):\n"

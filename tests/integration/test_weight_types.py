@@ -42,10 +42,10 @@ def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_pa
 
 @every_type
 def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> None:
-    """Logits differ no more than between llama.cpp with and without flash attention.
+    """Logits differ from stock's no more than those with and without flash attention.
 
-    Activations are rounded to 8 bits for quantized weights. A difference in the last bit of an f32
-    can change the rounding, and then becomes hundreds of times as large.
+    A difference in the last bit of an f32 can change how an activation is rounded to 8 bits, which
+    makes it hundreds of times as large.
     """
     unfused, fused = stock(path), stock(path, flash=True)
     with Session(
@@ -71,7 +71,9 @@ def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> Non
 @pytest.mark.parametrize("architecture", ["llama"])
 @pytest.mark.parametrize("weight_type", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
 def test_entropy_llama_computes_what_a_session_computes(path: Path) -> None:
-    """llama.cpp repacks these types where it may, and then computes other sums."""
+    """EntropyLlama and Session give the same bits for types that llama.cpp repacks where it may,
+    which changes sums.
+    """
     with Session(path, n_ctx=256, kv_type="f16", n_threads=1, learn=False) as session:
         expected = [next_logits(session, part) for part in (TOKENS[:64], TOKENS[64:65])]
     arguments: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1, "verbose": False}

@@ -1,4 +1,4 @@
-"""Sessions that share their memory with no others keep a text whole if it fits the budget."""
+"""Sessions whose memory is not shared keep a text whole if it fits the budget."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_longest_text_that_is_kept_whole_fills_the_bytes(
 def test_a_text_that_is_longer_from_its_start_follows_the_policy(
     uneven_llama: Path, policy: str
 ) -> None:
-    """A long prompt's result does not depend on how short texts are kept."""
+    """A long prompt gives the same result in a session that has kept a short text whole before."""
     with (
         session_of(uneven_llama, policy=policy) as session,
         session_of(uneven_llama, policy=policy) as other,
@@ -135,7 +135,9 @@ def test_other_bytes_change_what_is_kept_whole(uneven_llama: Path, policy: str) 
 
 
 def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
-    """If nothing is evicted, an answer is repeated without reading its prompt again."""
+    """After a text that fits the budget, an answer can be repeated without reading its prompt
+    again.
+    """
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens_for(60))
         first = list(session.generate([], 20))

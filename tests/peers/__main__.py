@@ -36,7 +36,7 @@ _REPOSITORIES = (
 
 
 def report_of(sources: Path, files: list[str]) -> dict[str, dict[str, str]]:
-    """Run the files, and return how each test ended, and why those that failed did."""
+    """Run the files; return the outcome of each test, and the reason of each failure."""
     work = sources.parent.resolve()
     model = work / "models" / "talkative.gguf"
     model.parent.mkdir(exist_ok=True)
@@ -67,13 +67,15 @@ def report_of(sources: Path, files: list[str]) -> dict[str, dict[str, str]]:
 
 
 def reason_of(name: str) -> str | None:
-    """Return why a test may fail: a pattern of DIFFERENCES names it."""
+    """Return why a test may fail, by the first pattern of DIFFERENCES that matches its name; None
+    if it must pass.
+    """
     short = name.removeprefix("unit/")
     return next((why for pattern, why in DIFFERENCES if re.fullmatch(pattern, short)), None)
 
 
 def judged(report: dict[str, dict[str, str]]) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Return how many tests of each file ended how, and what is wrong."""
+    """Return the number of tests by file and outcome, and a line for each unexpected outcome."""
     counts: dict[str, Counter[str]] = {}
     wrong = []
     for name, outcome in report["outcomes"].items():
@@ -91,7 +93,7 @@ def judged(report: dict[str, dict[str, str]]) -> tuple[dict[str, Counter[str]], 
 
 
 def main() -> int:
-    """Run."""
+    """Print a table of the outcomes; return 1 if any is unexpected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)

@@ -25,7 +25,7 @@ __all__ = ["pytest_load_initial_conftests", "pytest_runtest_logreport"]
 
 
 class WithWholeBudget(EntropyLlama):
-    """Keep all that llama_cpp.Llama keeps."""
+    """Hold the whole context, as llama_cpp.Llama does."""
 
     def __init__(self, model_path: str, **arguments: Any) -> None:
         """Load the model."""
@@ -40,7 +40,7 @@ def _log_softmax(logits: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Replace the class, and what is fetched."""
+    """Replace llama_cpp.Llama, scipy's function, and what fetches models."""
     special = types.ModuleType("scipy.special")
     special.log_softmax = _log_softmax  # type: ignore[attr-defined]
     sys.modules["scipy"], sys.modules["scipy.special"] = types.ModuleType("scipy"), special

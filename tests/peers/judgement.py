@@ -8,7 +8,7 @@ FILES = (
     *("test_tool_call", "test_compat_oai_responses", "test_compat_anthropic", "test_slot_save"),
     *("test_metrics", "test_sleep"),
 )
-"""The files that concern what entropykv serves."""
+"""The test files about features that entropykv has."""
 
 NOT_RUN = {
     "test_embedding": "embeddings are refused",
@@ -23,7 +23,7 @@ NOT_RUN = {
     "test_tools_builtin": "the server runs no tools",
     "test_compat_gcp": "Vertex AI's routes are not offered",
 }
-"""Files that are left out, and why."""
+"""The test files that are left out, and why."""
 
 _TOKENS = "it expects numbers of tokens of a model that only the Hub has"
 _HUB = "its model or its images are only at the Hub"
@@ -130,4 +130,4 @@ OF_THE_CLASS = {
     "tests/test_llama.py::test_llama_cpp_tokenization": "a vocabulary alone (vocab_only) has no "
     "cache, and is refused by name; llama_cpp.Llama reads it"
 }
-"""Tests of llama-cpp-python that EntropyLlama is meant to fail, and why."""
+"""Tests of llama-cpp-python that EntropyLlama is meant to fail, each with the reason."""

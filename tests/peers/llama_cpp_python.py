@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def models_in(folder: Path) -> dict[str, str]:
-    """Write the models that take the place of those at the Hub; returns them by repository."""
+    """Write models that replace those of the Hub; return their paths by repository."""
     talkative = folder / "talkative.gguf"
     write_talkative(talkative)
     try:
@@ -62,7 +62,7 @@ def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict
 
 
 def main() -> int:
-    """Run."""
+    """Compare the outcomes of both classes; return 1 if EntropyLlama fails more."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path)
     options = parser.parse_args()

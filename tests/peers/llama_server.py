@@ -1,10 +1,11 @@
-"""Be llama-server to its own tests: translate its command line to that of `entropykv serve`.
+"""Stand in for llama-server in its own tests: translate its command line to that of `entropykv
+serve`.
 
-What a user would write differently is translated here, and nothing else:
+Only what a user would write differently is translated:
 
 - models of the Hub are the files that the variable PEER_MODELS names, as JSON by their repositories
 - llama-server divides --ctx-size among the slots; here it is what each conversation may have
-- /slots is always there, and a drafter decides itself how few tokens it guesses
+- /slots is always there, and the drafter itself decides how few tokens it drafts
 - a server without a model has those of a directory
 - the budget is the whole context, so that nothing is evicted that llama-server keeps
 """
@@ -21,7 +22,7 @@ _DROPPED_WITH_VALUE = ("--spec-draft-n-min",)
 
 
 def translated(given: list[str], models: dict[str, str]) -> list[str]:
-    """Return the arguments of `entropykv serve`."""
+    """Return the arguments of `entropykv serve` for those of llama-server."""
     words = list(given)
     found: dict[str, str] = {}
     rest: list[str] = []

@@ -1,4 +1,6 @@
-"""Write tiny models in the place of those that the tests of others fetch from the Hub."""
+"""Write tiny models that replace those that llama.cpp's and llama-cpp-python's tests fetch from the
+Hub.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ _CHATML = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _FIM = ("pre", "suf", "mid", "rep", "sep")
-"""The tokens of texts that are filled in, as their metadata calls them."""
+"""The names of the tokens for filling in text, as metadata has them."""
 
 
 class _Talkative(TinyWriter):
-    """Write a model with random weights that never ends a text, and writes letters alone.
+    """Write a model with random weights that never ends a text, and writes only letters.
 
-    The first value of the residual stream is the same everywhere, so that the output head can rule
-    tokens out.
+    The first value of the residual stream is the same for every token, so that the output head can
+    exclude tokens by it.
     """
 
     def _add_metadata(self) -> None:
@@ -44,7 +46,9 @@ class _Talkative(TinyWriter):
 
 
 def write_talkative(path: Path) -> None:
-    """Write the model, unless it is there; the vocabulary of tests/support spells any text."""
+    """Write the model unless the file exists; its vocabulary is that of tests/support, which spells
+    any text.
+    """
     if path.exists():
         return
     shape = TinyShape(

@@ -17,31 +17,29 @@ from requests.structures import CaseInsensitiveDict
 
 _TESTS = Path.cwd()
 _COUNTS = ("n_prompt",)
-"""Parameters that are numbers of tokens of their model."""
+"""Parameters of tests that are numbers of tokens, which depend on the vocabulary."""
 _outcomes: dict[str, str] = {}
 _reasons: dict[str, str] = {}
 
 
 class AnyCount(int):
-    """Equal any positive whole number: with another vocabulary, texts have other numbers of
-    tokens.
-    """
+    """Equal any positive whole number, because another vocabulary gives other numbers of tokens."""
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether the other is a number of tokens."""
+        """Tell whether the other value is a positive whole number."""
         return isinstance(other, int) and not isinstance(other, bool) and other > 0
 
     __hash__ = int.__hash__
 
 
 def _is_text(_: str, text: Any) -> bool:
-    """Take the place of match_regex(), which says what their model writes."""
+    """Replace match_regex(): accept any text, because another model writes another one."""
     return isinstance(text, str)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Replace what their helpers fetch, and what they expect of texts."""
+    """Replace what the tests' helpers download, and what they expect of texts."""
     sys.modules["wget"] = types.ModuleType("wget")
     sys.path.insert(0, str(_TESTS))
     import utils  # type: ignore[import-not-found]  # noqa: PLC0415
@@ -53,7 +51,7 @@ def pytest_load_initial_conftests() -> None:
     ask = utils.ServerProcess.make_request
 
     def make_request(*arguments: Any, **options: Any) -> Any:
-        """Ask, and find headers whatever the case of their names, as HTTP has it."""
+        """Send a request, and let headers be found whatever the case of their names, as in HTTP."""
         found = ask(*arguments, **options)
         found.headers = CaseInsensitiveDict(found.headers)
         return found
@@ -62,14 +60,14 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Replace the numbers of tokens among the parameters of the tests."""
+    """Let parameters that are numbers of tokens equal any such number."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         parameters.update({name: AnyCount(1) for name in _COUNTS if name in parameters})
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Remember how a test ended."""
+    """Record the outcome of a test, and write all of them to the report."""
     name = report.nodeid
     if report.outcome == "failed":
         _outcomes[name] = "failed"
@@ -79,6 +77,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _outcomes.setdefault(name, "skipped")
     elif report.when == "call":
         _outcomes.setdefault(name, "passed")
-    if report.when == "teardown":  # What ended is told even if the rest never does.
+    # Each outcome is written at once, so that it is known even if the run is killed.
+    if report.when == "teardown":
         found = {"outcomes": _outcomes, "reasons": _reasons}
         Path(os.environ["PEER_REPORT"]).write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -19,8 +19,10 @@ SAID: list[dict[str, Any]] = [{"role": "user", "content": "the land in the"}]
 def answers_of(
     model: Path, requests: Sequence[tuple[str, dict[str, Any]]], **options: Any
 ) -> list[httpx.Response]:
-    """Send requests one after the other, as (path, body), to a server of a tiny model; `options`
-    are its ModelOptions.
+    """Send requests one after the other, as (path, body), to a server of one model; return the
+    answers.
+
+    `options` are its ModelOptions.
     """
     given = {"n_ctx": 256, "kv_budget": "128", "n_threads": 1, **options}
     answers = []
@@ -28,7 +30,8 @@ def answers_of(
     async def talk() -> None:
         async with running(ModelOptions(model=str(model), **given)) as server:
             for path, body in requests:
-                # As it arrives: httpx itself would not send NaN and lone surrogates.
+                # The text is sent as it is, because httpx itself would refuse NaN and lone
+                # surrogates.
                 content = json.dumps(body)
                 headers = {"content-type": "application/json"}
                 answers.append(await server.client.post(path, content=content, headers=headers))
@@ -45,12 +48,14 @@ def answer_of(model: Path, path: str, body: dict[str, Any], **options: Any) -> A
 
 
 def completed(model: Path, **body: Any) -> Any:
-    """Return the choice that completes a prompt greedily, of at most 6 tokens unless said."""
+    """Return the choice of a greedy completion, by default of a short prompt and at most 6
+    tokens.
+    """
     given = {"prompt": "the land", "max_tokens": 6, "temperature": 0.0, **body}
     return answer_of(model, COMPLETION, given)["choices"][0]
 
 
 def pieces_of(answer: httpx.Response) -> list[Any]:
-    """Return the chunks of a streamed answer."""
+    """Return the chunks of a streamed answer as parsed JSON."""
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     return [json.loads(line) for line in lines if line != "[DONE]"]

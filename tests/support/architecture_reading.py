@@ -18,15 +18,16 @@ def stock(path: Path, *, flash: bool = False) -> StockSession:
 
 
 def read(session: StockSession | Session, tokens: list[int], step: int) -> Logits:
-    """Return the logits of tokens that are read `step` at a time."""
+    """Return the logits of all tokens, which are read `step` at a time: (n_tokens, n_vocab)."""
     parts = [tokens[first : first + step] for first in range(0, len(tokens), step)]
     return np.concatenate([session.decode(part, all_logits=True) for part in parts])
 
 
 def next_logits(session: StockSession | Session, tokens: list[int]) -> Logits:
-    """Return the logits after all tokens.
+    """Read tokens, and return the logits after the last one.
 
-    All rows are requested, because cogvlm's graph returns the first row if only the last one is.
+    All rows are requested, because cogvlm's graph returns the first row if only the last one is
+    requested.
     """
     logits: Logits = session.decode(tokens, all_logits=True)[-1]
     return logits
@@ -43,7 +44,7 @@ def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[lis
 
 
 def decided(logits: Logits, rounding: float) -> npt.NDArray[np.bool_]:
-    """Return which rows have a largest value that rounding cannot change."""
+    """Tell for each row whether rounding cannot change which value is the largest."""
     best = np.sort(logits, axis=1)[:, -2:]
     choices: npt.NDArray[np.bool_] = best[:, 1] - best[:, 0] > 4 * rounding * logits.std()
     return choices

@@ -59,9 +59,9 @@ class Layer:
     importance_rtol: float = 1e-5
     seed: int = 0
     key_bias: Array | None = None
-    """What is added to all keys, [KV head][k_dim]."""
+    """A bias that is added to all keys, [KV head][k_dim]."""
     key_centres: Array | None = None
-    """How keys are stored, [KV head][centre, unit][k_dim]; None: as they are."""
+    """The centre and unit with which keys are stored, [KV head][2][k_dim]; None: without."""
     store: _core.HeadwiseStore = field(init=False)
     k: Floats = field(init=False)
     v: Floats = field(init=False)

@@ -47,7 +47,8 @@ class Watched:
 
     def _note(self, message: Any) -> None:
         if message.type in ("error", "warning"):
-            where = message.location.get("url", "")  # A browser leaves out what it did not find.
+            # A browser does not name the file in its message.
+            where = message.location.get("url", "")
             self.problems.append(f"{message.text} {where}".rstrip())
 
     def _note_request(self, request: Any) -> None:
@@ -70,7 +71,7 @@ class Watched:
             raise AssertionError(f"{error}\n{self.problems}\n{shown}") from error
 
     def shows_instead(self, model: Any, pictures: Iterable[Any]) -> None:
-        """Send these pictures of the cache to the page when it asks for the server's stream."""
+        """Send these states of the cache to the page in place of the server's stream."""
         sent = [("model", model), *(("kv", picture) for picture in pictures)]
         body = "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in sent)
         self.page.route(
@@ -92,7 +93,7 @@ class Watched:
         self.page.locator("article.answer .actions").last.wait_for()
 
     def settings(self, **fields: object) -> None:
-        """Fill fields of the dialog by their labels, with _ for a space."""
+        """Fill fields of the settings by their labels, with _ for a space, and save."""
         self.page.get_by_role("button", name="Settings").click()
         for label, value in fields.items():
             self.page.get_by_label(label.replace("_", " "), exact=True).fill(str(value))

@@ -19,7 +19,7 @@ Chat = Callable[..., tuple[str, str]]
 
 
 def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Return a function that runs a piped conversation to its end, and returns stdout and
+    """Return a function that runs `entropykv chat` with lines as its input, and returns stdout and
     stderr.
     """
 
@@ -36,7 +36,7 @@ def piped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def plain(session: Session, *turns: str) -> list[str]:
-    """Return a session's answers to turns of plain text, 12 tokens each."""
+    """Return a session's answers to turns without a template, 12 tokens each."""
     answers = []
     for text in turns:
         first = session.position == 0
@@ -46,7 +46,9 @@ def plain(session: Session, *turns: str) -> list[str]:
 
 
 def answer_to(session: Session, tokens: list[int]) -> str:
-    """Return the line that chat prints after these tokens; the session reads every token of it."""
+    """Return the line that chat prints after these tokens; the session reads every token of the
+    answer.
+    """
     answer = list(session.generate(tokens, 12))
     if len(answer) == 12:
         session.decode(answer[-1:])
@@ -58,7 +60,9 @@ def open_plain(model: Path, **options: Any) -> Session:
 
 
 def sentences(errors: str) -> list[str]:
-    """Return the notes of chat, except those about files, and that a tiny model has no template."""
+    """Return the notes that chat prints, except those about files and the missing template of tiny
+    models.
+    """
     lines = [line for line in errors.splitlines() if line.startswith("entropykv: ")]
     notes = [line.removeprefix("entropykv: ") for line in lines if "raise -n" not in line]
     return [note for note in notes if note != NO_TEMPLATE]

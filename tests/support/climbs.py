@@ -1,4 +1,4 @@
-"""Count how often the recovery ladder was climbed."""
+"""Count the climbs of the recovery ladder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from entropykv.session.recovery import Climb
 
 @dataclass
 class ClimbCounts:
-    """Count the climbs of every rung."""
+    """Hold the number of climbs of each rung."""
 
     soft: int = 0
     window: int = 0
     full: int = 0
     rewalk: int = 0
     restored: int = 0
-    """How many entries these climbs restored."""
+    """The number of entries that these climbs restored."""
 
     def note(self, climb: Climb) -> None:
-        """Count a climb."""
+        """Add a climb to the counts."""
         name = climb.rung.name.lower()
         setattr(self, name, getattr(self, name) + 1)
         self.restored += climb.restored

@@ -1,4 +1,4 @@
-"""Make files of frozen entries, and list what a directory holds."""
+"""Make and find files of frozen entries, and list what a directory holds."""
 
 from __future__ import annotations
 

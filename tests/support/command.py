@@ -1,4 +1,4 @@
-"""Run the command line as users do, or a program of Python, in a process of its own."""
+"""Run the command line as users do, or a Python program, in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
 
 
 def python(program: str, *arguments: object, code: int = 0, **options: Any) -> Result:
-    """Run a program of Python, which must end with the exit code that is given."""
+    """Run a Python program, which must end with the exit code `code`."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=600, check=False, **options
@@ -35,7 +35,7 @@ def python(program: str, *arguments: object, code: int = 0, **options: Any) -> R
 
 @contextmanager
 def python_process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Start a program of Python, whose input and output are pipes; it is killed at the end."""
+    """Start a Python program with pipes as its input and output; kill it at the end."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -52,7 +52,9 @@ def line_of(child: subprocess.Popen[str]) -> str:
 
 
 def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Start the command line; its output is piped as text at once, unless options say otherwise."""
+    """Start the command line; its output is piped as unbuffered text, unless options say
+    otherwise.
+    """
     usual: dict[str, Any] = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Ask which texts a constraint takes, over a vocabulary of single bytes."""
+"""Check which texts a constraint allows, over a vocabulary of single bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def byte_texts() -> TokenTexts:
 
 
 def takes(constraint: Constraint, *given: str, texts: TokenTexts | None = None) -> list[bool]:
-    """Tell for every text whether it is one that a constraint allows as a whole; raises
-    SettingsError.
+    """Return for each text whether the constraint allows it as a whole.
+
+    Raises SettingsError if the constraint is not valid.
     """
     vocabulary = texts or byte_texts()
     matcher = compiled(constraint, vocabulary)
@@ -36,12 +37,14 @@ def takes(constraint: Constraint, *given: str, texts: TokenTexts | None = None) 
 
 
 def schema_takes(schema: Any, *texts: str) -> list[bool]:
-    """Tell for every text whether it is JSON that a schema allows; raises SettingsError."""
+    """Return for each text whether it is JSON that a schema allows; raises SettingsError for a
+    wrong schema.
+    """
     return takes(Constraint.json_schema(schema), *texts)
 
 
 def longest_step(constraint: Constraint, text: bytes) -> float:
-    """Return the CPU seconds of the longest step of a text, as far as the constraint follows it."""
+    """Return the CPU seconds of the longest step while the constraint follows a text."""
     matcher = compiled(constraint, byte_texts())
     longest = 0.0
     for byte in text:

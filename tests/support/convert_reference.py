@@ -39,7 +39,7 @@ def reference_logits(model: Any) -> Logits:
 
 
 def projections(model: Any) -> dict[str, Any]:
-    """Return the projections by llama.cpp's names."""
+    """Return the projections of all layers by llama.cpp's names of their weights."""
     found = {}
     for layer, block in enumerate(model.model.layers):
         for theirs, ours in PROJECTIONS.items():
@@ -48,8 +48,8 @@ def projections(model: Any) -> dict[str, Any]:
 
 
 def make_ternary(model: Any) -> None:
-    """Replace every projection by its ternary values times the scale, as WeightQuant
-    computes them.
+    """Replace every projection by its ternary values times their scale, as transformers'
+    WeightQuant does.
     """
     with torch.no_grad():
         for module in projections(model).values():
@@ -68,13 +68,15 @@ def add_quantization(directory: Path, linear_class: str, mode: str) -> None:
 
 
 def save_checkpoint(model: Any, directory: Path, **options: Any) -> None:
-    """Save a checkpoint with a tokenizer, because the conversion refuses one without."""
+    """Save a checkpoint with a tokenizer, which the conversion requires."""
     model.save_pretrained(directory, **options)
     write_tokenizer(directory)
 
 
 def pack_checkpoint(directory: Path, model: Any, linear_class: str) -> dict[str, Any]:
-    """Pack a saved model with transformers' own pack_weights; returns the packed modules."""
+    """Pack a saved model with transformers' own pack_weights; return the packed modules by
+    llama.cpp's names.
+    """
     path = directory / "model.safetensors"
     tensors = safetensors_torch.load_file(path)
     running = {}

@@ -1,4 +1,4 @@
-"""What an action costs the processor, for tests that hold it below a limit."""
+"""Measure the CPU time of an action, for tests that limit it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draft what a text is known to have next, with mistakes now and then."""
+"""Draft the tokens that a text is known to have next, with some mistakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from entropykv.session.drafting import Drafting, StepCosts
 
 
 class Oracle:
-    """A drafter that knows a text, and makes a mistake in every second draft or so."""
+    """Draft from a known text, with a mistake in about every second draft."""
 
     n_bytes = 0
     seconds_each = 0.0
@@ -32,7 +32,7 @@ class Oracle:
 
 
 class AllDrafts(Drafting):
-    """Read all drafts, whether they pay or not."""
+    """Read all drafts, whether they save time or not."""
 
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:
         super().propose(tokens, most, n_others)
@@ -45,7 +45,9 @@ def draft_with(session: Session, oracle: Oracle) -> Drafting:
 
 
 def held(session: Session) -> list[Any]:
-    """Return the text of a session of a headwise store, and all that is held of it."""
+    """Return the tokens of a session with a headwise store, and everything that it holds of
+    them.
+    """
     heads = [
         (layer, head)
         for layer, row in enumerate(session.cache.budgets())

@@ -19,5 +19,7 @@ def creation_flags() -> int:
 
 
 def ask_to_end(process: subprocess.Popen[Any]) -> None:
-    """Ask a process to end. On Windows, SIGTERM would end it at once, with exit code 1."""
+    """Ask a process to end in good order; on Windows by Ctrl-Break, because SIGTERM would end it at
+    once with exit code 1.
+    """
     process.send_signal(signal.CTRL_BREAK_EVENT if system.WINDOWS else signal.SIGTERM)

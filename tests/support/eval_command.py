@@ -1,4 +1,4 @@
-"""Run `entropykv eval` within the test process."""
+"""Run `entropykv eval` in the process of the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.cli import main
 
 
 class Command:
-    """Run `entropykv eval` on one model, in this process."""
+    """Run `entropykv eval` on one model in this process."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._options = ["eval", "-m", str(model), "-t", "1"]

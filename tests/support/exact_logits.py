@@ -1,4 +1,4 @@
-"""Compute the logits of converted files exactly, to compare them with references."""
+"""Compute the logits of converted files with an F32 cache, to compare them with references."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 100)
 
 
 def exact_logits(path: Path, tokens: list[int] = TOKENS, *, n_threads: int = 2) -> Logits:
-    """Return logits of plain llama.cpp with an F32 cache; gates are squared ReLU if the file says
-    so.
+    """Return the logits of plain llama.cpp with an F32 cache: (n_tokens, n_vocab).
+
+    The activation is squared ReLU if the file says so.
     """
     model = Model(path, n_gpu_layers=0, verbose=False)
     parameters = llama_cpp.llama_context_default_params()

@@ -28,11 +28,11 @@ class FakeRepository:
     status: int | None = None
     """The status of every answer about this repository; None: normal answers."""
     answer: bytes | None = None
-    """The body that the hub sends instead of the list of files."""
+    """The body that the hub sends in place of the list of files."""
     stall_after: int | None = None
-    """After how many bytes of a file the answer stalls until the hub ends, once."""
+    """The number of bytes of a file after which the answer stalls until the hub ends; once."""
     cut_after: int | None = None
-    """After how many bytes of a file the connection breaks, once."""
+    """The number of bytes of a file after which the connection breaks; once."""
 
     @property
     def commit(self) -> str:
@@ -46,7 +46,9 @@ def is_large(name: str) -> bool:
 
 
 def digest(name: str, data: bytes) -> str:
-    """Return the name of the content in caches: SHA-256 for large files, git's SHA-1 for others."""
+    """Return the name that huggingface_hub's cache gives a content: SHA-256 for large files, git's
+    SHA-1 for others.
+    """
     if is_large(name):
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()  # noqa: S324
@@ -95,8 +97,8 @@ class FakeHub:
         return self.add(name, files, **how)
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """Return environment variables for a process that uses this hub, with `cache` as
-        its cache.
+        """Return environment variables for a process that uses this hub, and `cache` as its
+        cache.
         """
         return {
             "HF_ENDPOINT": self.url,
@@ -189,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(
         self, repository: FakeRepository, repo: str, name: str, *, with_body: bool
     ) -> None:
-        """Send a small file, or redirect to the other host that has the large ones."""
+        """Send a small file; for a large one, redirect to the other host."""
         data = repository.files[name]
         etag = f'"{digest(name, data)}"'
         self.send_response(302 if is_large(name) else 200)

@@ -1,4 +1,4 @@
-"""Fake the model of a server, and its pool, for tests of what is around them."""
+"""Stand in for the model and the pool of a server in tests of the parts around them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _zeros(of: Any) -> Any:
 
 
 class FakePool:
-    """Fake a pool of one conversation, or of several."""
+    """Stand in for a pool of one or several conversations."""
 
     def __init__(self, n_sequences: int = 1) -> None:
         self.holds_one = n_sequences == 1
@@ -42,7 +42,7 @@ class FakePool:
 
 
 class FakeLoadedModel:
-    """Fake a model that reads nothing."""
+    """Stand in for a loaded model; it reads nothing."""
 
     name = "fake"
 

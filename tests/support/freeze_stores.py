@@ -17,7 +17,7 @@ MAX_ENTRIES = 300
 N_SINKS = 3
 RECENT = 6
 FLOOR = N_SINKS + RECENT
-SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Their pages hold 16 entries, and more.
+SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Pages of these shapes hold 16 entries, and more.
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
 KV_TYPES = ("f16", "q8_0")
@@ -47,7 +47,7 @@ def store_of(
 
 @dataclass
 class Pair(WithOracle):
-    """Hold a store that freezes and the oracle of each head, which do the same; without recall."""
+    """Hold a store that freezes, and an oracle of each head that does the same; without recall."""
 
     shapes = SHAPES
     max_entries = MAX_ENTRIES
@@ -60,7 +60,7 @@ class Pair(WithOracle):
     heads: dict[tuple[int, int], FreezingHead] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with both empty, and with equal budgets."""
+        """Start with an empty store and empty oracles, which have equal budgets."""
         self.random = np.random.default_rng(self.seed)
         schedule = self.rules.schedule and _core.FreezeSchedule(*self.rules.schedule)
         self.store = store_of(
@@ -97,7 +97,7 @@ class Pair(WithOracle):
         self.check()
 
     def check(self) -> None:
-        """Check everything that must hold after every operation."""
+        """Check what must hold after every operation, against the oracles."""
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             frozen = self.store.frozen_positions(*key)
@@ -166,7 +166,7 @@ class Reader:
     position: int = 0
 
     def __post_init__(self) -> None:
-        """Nothing was read yet."""
+        """Start before any token is read."""
         self.random = np.random.default_rng(self.seed)
         self.k = [np.zeros((0, *shape[1:3])) for shape in SHAPES]
         self.set_budgets(self.budgets)
@@ -229,6 +229,7 @@ class Reader:
             assert np.isfinite(importance).all()
             assert (importance >= 0.0).all()
         assert self.limit or lost == 0
-        assert self.store.evicted >= lost  # Dropped entries may be truncated later.
+        # Entries that were dropped before a rollback still count.
+        assert self.store.evicted >= lost
         assert not self.limit or self.store.cold_bytes <= self.limit
         assert self.store.cold_failure is None

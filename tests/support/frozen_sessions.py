@@ -29,7 +29,7 @@ def cold_file(directory: Path) -> Path:
 
 
 def least_limit(path: Path, **options: Any) -> int:
-    """Return the smallest limit in bytes, as the error for a smaller one names it."""
+    """Return the smallest freeze limit in bytes, which the error for a smaller one names."""
     with pytest.raises(BudgetError, match=r"--freeze-limit \d+B or more") as refused:
         session_of(path, freeze=Freezing(limit=1), **options)
     return int(str(refused.value).split("--freeze-limit ")[1].split("B")[0])

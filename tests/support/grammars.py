@@ -1,4 +1,4 @@
-"""Make grammars, and compare them with the theory of regular languages."""
+"""Make grammars, and compare them with regular languages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ def bomb(depth: int) -> str:
 
 
 AMBIGUOUS = 'root ::= s\ns ::= "a" | s s | s s s'
-"""A text of n letters may be meant in more than 3 ** n ways."""
+"""A grammar by which a text of n letters has more than 3 ** n parses."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Define a set of words: `kind` is none, empty, letters, then, either or repeat."""
+    """Define a set of words, as a regular language: `kind` is none, empty, letters, then, either or
+    repeat.
+    """
 
     kind: str
     parts: tuple[Any, ...] = ()
@@ -46,7 +48,7 @@ class Words:
         return rest.has_empty
 
     def after(self, letter: str) -> Words:
-        """Return the rest of all words that begin with a letter (the derivative)."""
+        """Return the rests of all words that begin with a letter (the derivative of the set)."""
         match self.kind:
             case "letters":
                 return EMPTY if letter in self.parts[0] else NONE
@@ -65,7 +67,7 @@ class Words:
         return NONE
 
     def gbnf(self) -> str:
-        """Return the set as a part of a grammar."""
+        """Return GBNF for the set, as a part of a rule."""
         match self.kind:
             case "empty":
                 return '("b"{0})'

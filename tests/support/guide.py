@@ -17,10 +17,10 @@ from tests.support.running_server import Server
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 SHOWN_URL = "http://127.0.0.1:8000"
-"""The address of the server in the guide; the test replaces it by a free port."""
+"""The address of the server in the guide, which the test replaces by one with a free port."""
 
 TEXT_BYTES = 1800
-"""How many bytes of a document fit into the context of the shipped model."""
+"""The bytes of a text that fit into the context of the shipped model."""
 
 _BLOCK = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?"
@@ -70,7 +70,7 @@ class Reader:
         command.chmod(0o755)
 
     def type(self, block: Block) -> None:
-        """Run a block to its end, or start its server; an error shows the output."""
+        """Run a block to its end, or start the server that it names; a failure shows the output."""
         if block.served is not None:
             self.close()
             files = ("-m", "--models-dir")

@@ -15,7 +15,7 @@ from tests.support.i2s_files import I2sModel, byte_level_vocabulary
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 N_TOKENS = 262
-"""How many tokens every tokenizer has; a larger vocabulary is padded."""
+"""The number of tokens that every tokenizer has; a larger vocabulary is padded."""
 
 _DTYPES = {"float32": "F32", "float16": "F16", "uint8": "U8", "float64": "F64", "int64": "I64"}
 _NAMES = {ours: theirs for theirs, ours in PROJECTIONS.items()}
@@ -37,7 +37,7 @@ _CLASSES = {
 
 def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None = None) -> None:
     """Write the length of the header, the header, and the data; `header` replaces entries of the
-    header.
+    former.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
@@ -55,7 +55,9 @@ def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None
 
 
 def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """Pack the four quarters of the rows into the four pairs of bits, the first quarter lowest."""
+    """Pack four ternary values per byte: each quarter of the rows takes two bits, the first quarter
+    the lowest.
+    """
     quarter = ternary.shape[0] // 4
     packed = np.zeros((quarter, ternary.shape[1]), dtype=np.uint8)
     for row in range(ternary.shape[0]):
@@ -79,7 +81,7 @@ def hf_order(rows: npt.NDArray[Any], n_head: int) -> npt.NDArray[Any]:
 
 
 def hf_tensors(model: I2sModel, *, packed: bool = True) -> Arrays:
-    """Return the tensors of a checkpoint: packed with their scale, or dense F32."""
+    """Return the tensors of a checkpoint: packed weights with their scales, or dense F32."""
     heads = {"attn_q": model.n_head, "attn_k": model.n_head_kv} if model.graph == "llama" else {}
     tensors: Arrays = {"model.embed_tokens.weight": model.embedding}
     tensors["model.norm.weight"] = model.norm(model.n_embd)
@@ -148,7 +150,9 @@ def write_tokenizer(directory: Path, **changes: Any) -> None:
 
 
 def write_hf(directory: Path, config: dict[str, Any], *shards: Arrays) -> Path:
-    """Write a checkpoint with a tokenizer; several shards get an index."""
+    """Write a checkpoint with a tokenizer, and an index if there are several shards; return its
+    directory.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))
