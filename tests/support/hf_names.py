@@ -1,4 +1,4 @@
-"""Map the names of a decoder's tensors in transformers to those in llama.cpp."""
+"""Map names of a decoder's tensors between transformers and llama.cpp."""
 
 from __future__ import annotations
 

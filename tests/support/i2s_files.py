@@ -1,4 +1,4 @@
-"""Write I2_S files as Microsoft's fork does, from the layout tables alone.
+"""Write I2_S files as Microsoft's fork does, from its tables of the layout.
 
 This module uses no code of the product: codes are put into their bytes one element at a time.
 """
@@ -16,13 +16,13 @@ from gguf.quants import quantize
 
 I2_S = 36
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-CODES = np.array([0, 1, 2], dtype=np.uint8)  # They stand for -1, 0 and +1.
+CODES = np.array([0, 1, 2], dtype=np.uint8)  # These codes stand for -1, 0 and +1.
 
 Int8s = npt.NDArray[np.int8]
 
 
 def pack_i2s(ternary: Int8s, scale: float, layout: str) -> npt.NDArray[np.uint8]:
-    """Return codes, the F32 scale, and 28 arbitrary bytes."""
+    """Return the bytes of a tensor: its codes, the F32 scale, and 28 arbitrary bytes."""
     flat = np.arange(ternary.size)
     if layout == "rows4":
         rows, columns = np.divmod(flat, ternary.shape[1])
@@ -129,7 +129,8 @@ class I2sModel:
             data["output.weight"] = head
         for name, values in data.items():
             writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        packed: dict[int, npt.NDArray[np.uint8]] = {}  # A large model repeats its arrays.
+        # The layers of a large model share their arrays, which are packed once.
+        packed: dict[int, npt.NDArray[np.uint8]] = {}
         for name, ternary in self.ternary.items():
             weight = f"{name}.weight"
             if stock:

@@ -1,7 +1,7 @@
-// A ggml device that computes nothing, and counts what makes a host wait: so the time of a step is
-// the host's alone. It can be as busy as if every node took a time, which says how long it would
-// have nothing to do. Its memory is never written, so results are numbers that do not mean
-// anything. The structures are those of ggml's header ggml-backend-impl.h, which may change between
+// A ggml device that computes nothing, and counts what makes the host wait, so that the time of a
+// step is the host's alone. It can pretend to be busy for a time with each node, which shows how
+// long a real device would have nothing to do. Its memory is never written, so results have no
+// meaning. The structures are those of ggml's header ggml-backend-impl.h, which may change between
 // releases of llama.cpp: see plain_memory_device.py for the version.
 #include <ggml-backend.h>
 #include <ggml.h>
@@ -86,16 +86,16 @@ struct ggml_backend_reg {
 namespace {
 
 struct Counts {
-    std::atomic<std::int64_t> waits{0};   // synchronisations for work that was begun
-    std::atomic<std::int64_t> copies{0};  // It counts copies from and to the host.
+    std::atomic<std::int64_t> waits{0};   // calls of synchronize() that follow new work
+    std::atomic<std::int64_t> copies{0};  // copies from and to the host
     std::atomic<std::int64_t> graphs{0};
-    std::atomic<std::int64_t> nodes{0};   // It counts nodes that compute something.
+    std::atomic<std::int64_t> nodes{0};   // nodes that compute something
     std::atomic<std::int64_t> unused{0};  // nanoseconds between the end of a graph and the next one
 };
 
 Counts counts;
-std::int64_t cost = 0;     // how long a wait or a copy takes, in nanoseconds
-std::int64_t of_node = 0;  // how long the device computes a node, in nanoseconds
+std::int64_t cost = 0;     // nanoseconds that a wait or a copy takes
+std::int64_t of_node = 0;  // nanoseconds that the device takes for a node
 std::atomic<std::int64_t> busy_until{0};
 
 std::int64_t now() {
@@ -109,7 +109,7 @@ void wait_until(std::int64_t end) {
 
 void spend() { wait_until(now() + cost); }
 
-// Lets the device be busy with a graph after those before it.
+// Keeps the device busy with a graph, after the graphs before it.
 void be_busy(std::int64_t nodes) {
     const std::int64_t begin = now();
     const std::int64_t before =
@@ -122,8 +122,8 @@ bool computes(const ggml_tensor* node) {
            node->op != GGML_OP_PERMUTE && node->op != GGML_OP_TRANSPOSE;
 }
 
-// Lets memory of the host have numbers from 0 to 1. A device would write them without the host, so
-// what has numbers from an earlier copy keeps them.
+// Fills memory of the host with numbers from 0 to 1, as if the device had copied them. This happens
+// once per address, because a device would write them without the host's time.
 void fill(void* to, std::size_t bytes) {
     static std::mutex mutex;
     static std::map<void*, std::size_t> filled;
@@ -147,11 +147,11 @@ ggml_backend_device device{};
 ggml_backend_reg registry{};
 std::uint8_t guid[16] = "idle device....";
 
-// Copies of up to this many bytes are made, so that what is written can be read; a device would
-// make all copies without the host.
+// Copies of up to this many bytes are really made, so that what is written can be read. Larger ones
+// are not, because a device would make them without the host's time.
 constexpr std::size_t kKept = 1 << 16;
 
-// The system gives pages to this memory only if they are used.
+// The system provides pages of this memory only when they are used.
 struct Range {
     void* base;
     std::size_t size;
@@ -199,7 +199,7 @@ ggml_backend_t make_backend(ggml_backend_dev_t, const char*) {
     auto* backend = new ggml_backend{};
     backend->guid = &guid;
     backend->device = &device;
-    backend->context = new std::atomic<bool>(false);  // whether something was begun
+    backend->context = new std::atomic<bool>(false);  // whether work was begun since the last wait
     backend->get_name = [](ggml_backend_t) { return "IDLE"; };
     backend->free = [](ggml_backend_t self) {
         delete static_cast<std::atomic<bool>*>(self->context);
@@ -274,7 +274,7 @@ void set_cost(std::int64_t nanoseconds, std::int64_t nanoseconds_of_node) {
     of_node = nanoseconds_of_node;
 }
 
-// Writes what was counted: waits, copies, graphs, nodes, and unused nanoseconds.
+// Writes the counts: waits, copies, graphs, nodes, and unused nanoseconds.
 void read_counts(std::int64_t* to) {
     to[0] = counts.waits;
     to[1] = counts.copies;

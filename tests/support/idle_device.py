@@ -1,4 +1,4 @@
-"""Provide a device that computes nothing: the time of a step on it is the host's alone.
+"""Provide a device that computes nothing, so that the time of a step on it is the host's alone.
 
 It counts what makes a host wait, and can take a time for each wait, each copy and each node of a
 graph. A compiler is needed; the structures are those of one version of ggml, as in
@@ -44,16 +44,19 @@ def _idle_device() -> Any:
 
 
 def use_idle_device(cost_seconds: float = 0.0, node_seconds: float = 0.0) -> None:
-    """Register the device in this process, for models that are loaded afterwards; a wait and a copy
-    take so many seconds each, and the device is busy for so many seconds with every node.
+    """Register the device in this process, for models that are loaded afterwards.
+
+    A wait and a copy take `cost_seconds` each, and the device is busy for `node_seconds` with every
+    node.
     """
     _idle_device().set_cost(int(1e9 * cost_seconds), int(1e9 * node_seconds))
 
 
 def counted() -> dict[str, int]:
-    """Return what was counted so far: waits for something that was begun, copies from and to the
-    host, graphs, nodes in them that compute something, and the nanoseconds in which the device had
-    nothing to do between two graphs.
+    """Return the counts so far, by name.
+
+    They are waits for new work, copies from and to the host, graphs, nodes in them that compute
+    something, and the nanoseconds in which the device had nothing to do between two graphs.
     """
     values = (ctypes.c_int64 * len(COUNTED))()
     _idle_device().read_counts(values)

@@ -1,4 +1,4 @@
-"""Read the event stream of cache pictures from a running server."""
+"""Read the stream of the cache's states from a running server."""
 
 from __future__ import annotations
 

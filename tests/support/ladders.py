@@ -23,19 +23,21 @@ WARM_UP = 8
 GREEDY = Sampling()
 LADDER = [Rung.SOFT, Rung.WINDOW, Rung.FULL, Rung.REWALK]
 SILENT = 10**6
-"""A warm-up so long that no spike counts."""
+"""A warm-up in tokens, so long that no spike counts."""
 
 
 def peaked(token: int, logit: float = 12.0) -> np.ndarray:
-    """Return logits with one almost certain token, or, for a `logit` of 0.01, without one."""
+    """Return logits (n_vocab,) with one token of the given logit, and 0 for all others: 12 makes it
+    almost certain, 0.01 hardly more likely than others.
+    """
     logits = np.zeros(N_VOCAB, np.float32)
     logits[token] = logit
     return logits
 
 
 def logits_of(probabilities: Sequence[float]) -> np.ndarray:
-    """Return the logits of the first tokens' probabilities; the rest is spread evenly over the
-    others.
+    """Return logits (n_vocab,) for the probabilities of the first tokens; the rest is spread evenly
+    over the other tokens.
     """
     rest = (1.0 - sum(probabilities)) / (N_VOCAB - len(probabilities))
     full = np.full(N_VOCAB, max(rest, 1e-12))
@@ -47,8 +49,8 @@ CALM, SPIKE = peaked(0), peaked(0, 0.01)
 
 
 def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict[int, Rung]:
-    """Return the rung that was climbed at each position up to `end`, with spikes at some
-    positions.
+    """Return the rung that was climbed at each position from 1 to `end`; uncertainty is high at
+    those in `spikes`.
     """
     seen = {}
     for position in range(1, end + 1):
@@ -61,7 +63,7 @@ def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict
 
 @dataclass
 class FakeSession:
-    """Fake a session whose logits are a function of what it has read and what was thawed."""
+    """Stand in for a session: its logits are a function of what it has read and what was thawed."""
 
     function: Callable[[FakeSession], np.ndarray]
     recovery: Recovery | None = None
@@ -69,7 +71,7 @@ class FakeSession:
     end: int = -1
     """The token that ends the generation."""
     fails_at: int = -1
-    """The position at which reading a token fails."""
+    """The position at which reading a token fails once."""
     breaks: bool = False
     """If true, every later call fails, too."""
     tokens: list[int] = field(default_factory=list)
@@ -99,7 +101,7 @@ class FakeSession:
 
     @property
     def itself(self) -> FakeSession:
-        """Return the session in the place of its parts."""
+        """Return the session itself, as the part of a session that a caller asks for."""
         return self
 
     model = config = text = reader = cache = itself
@@ -151,8 +153,9 @@ def token_at(position: int, n_full: int = 0) -> int:
 
 
 def planned(spikes: set[int]) -> Callable[[FakeSession], np.ndarray]:
-    """Return a function with one token for every position; the given numbers of tokens cause
-    spikes.
+    """Return a function that gives the logits of token_at() for a session.
+
+    A token is uncertain if its number among all tokens that were read is in `spikes`.
     """
 
     def function(session: FakeSession) -> np.ndarray:
@@ -163,12 +166,14 @@ def planned(spikes: set[int]) -> Callable[[FakeSession], np.ndarray]:
 
 
 def stopped_after(session: FakeSession, n: int | None, *arguments: Any) -> list[int]:
-    """Return the tokens of a generation that the consumer stops after `n` tokens, or never."""
+    """Return the tokens of a generation that its consumer closes after `n` tokens, or lets end if
+    `n` is None.
+    """
     yielded: list[int] = []
     start = session.position + len(arguments[0])
     with closing(generate(session, *arguments)) as stream:
         for token in itertools.islice(stream, n):
             yielded.append(token)
-            # Tokens that were yielded are never changed.
+            # Tokens that were yielded must not change any more.
             assert session.tokens[start : start + len(yielded) - 1] == yielded[:-1]
     return yielded

@@ -13,12 +13,13 @@ from entropykv.session.second_readings import PredictorFit
 from entropykv.store.headwise import HeadwiseStore
 
 VARIABLES = ("XDG_CACHE_HOME", "LOCALAPPDATA", "HOME")
-"""What cache directories depend on, on Linux, Windows and macOS."""
+"""The environment variables that name cache directories on Linux, Windows and macOS."""
 
 
 def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Let this process and its children learn, and keep what they learn below `folder`; returns the
-    folder of the files.
+    """Let this process and its children learn, and keep predictors below `folder`.
+
+    Returns the folder of the files.
     """
     monkeypatch.delenv("ENTROPYKV_LEARN")
     for name in VARIABLES:
@@ -27,7 +28,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
 
 
 def need_texts(monkeypatch: pytest.MonkeyPatch, n_texts: int) -> None:
-    """Let a predictor be complete after so many texts."""
+    """Let a predictor be complete after `n_texts` texts."""
     monkeypatch.setattr(second_readings, "LEAST_TEXTS", n_texts)
 
 

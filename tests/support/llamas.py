@@ -24,8 +24,9 @@ def answer(response: Any) -> str:
 
 
 def as_long(options: dict[str, Any], whole: Any) -> dict[str, Any]:
-    """Return options that ask for as many tokens as stock has written: it may exceed max_tokens to
-    complete a character.
+    """Return options that ask for as many tokens as stock has written.
+
+    Stock may exceed max_tokens to complete a character.
     """
     cut = whole["choices"][0]["finish_reason"] == "length"
     return {**options, "max_tokens": whole["usage"]["completion_tokens"]} if cut else options
@@ -39,7 +40,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 10}
 
 
 def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open an EntropyLlama with a full budget and a stock Llama; closes both at the end."""
+    """Open an EntropyLlama with a full budget and a stock Llama; close both at the end."""
     ours = EntropyLlama(str(model), n_ctx=256, kv_type="f16", store=store, **QUIET)
     stock = Llama(str(model), n_ctx=256, **QUIET)
     yield ours, stock
@@ -48,7 +49,7 @@ def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 
 def small(model: Path, store: str) -> Iterator[EntropyLlama]:
-    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32; closes it at the
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32; close it at the
     end.
     """
     made = EntropyLlama(str(model), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)

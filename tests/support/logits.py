@@ -1,4 +1,4 @@
-"""Compare logits, and make texts to compute them for."""
+"""Compare logits, and make texts whose logits are compared."""
 
 from __future__ import annotations
 

@@ -31,13 +31,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {"silu": silu, "relu2": relu2
 
 
 class ModelReference:
-    """Hold a model that was read from a GGUF file, in float64."""
+    """Hold a model from a GGUF file, and compute in float64."""
 
     def __init__(self, path: Path, activation: str) -> None:
         """Read the model; `activation` is the function of the gates, whatever the file says."""
         self.attended: list[tuple[Array, Array, Array, Array]] = []
-        self.hidden: dict[int, Array] = {}  # Values that are added to the scores of a layer.
-        # Applied to K and V, to simulate how they are stored.
+        # Entries are hidden by adding these values, usually -inf, to a layer's attention logits.
+        self.hidden: dict[int, Array] = {}
+        # This function is applied to K and V, as storing them rounds them.
         self.stored: Callable[[Array], Array] = np.asarray
         reader = GGUFReader(path)
         self.activation = ACTIVATIONS[activation]
@@ -105,7 +106,7 @@ class ModelReference:
         return self.project(x, layer, name).reshape(len(x), n_head, -1).transpose(1, 0, 2)
 
     def rotated(self, x: Array) -> Array:
-        """Apply RoPE: to neighbouring values for llama, to both halves of a head for
+        """Apply RoPE: to neighbouring values for llama, and to value i of both halves of a head for
         bitnet (NEOX).
         """
         _, n_tokens, dim = x.shape
@@ -123,7 +124,9 @@ class ModelReference:
 def log_probabilities_after(
     path: Path, text: list[int], first: int, hidden: dict[int, Array] | None = None
 ) -> Array:
-    """Return log-probabilities from position `first` on, by a llama whose cache is f16."""
+    """Return log-probabilities from position `first` on, (n, n_vocab), by a llama whose cache is
+    f16.
+    """
     model = ModelReference(path, "silu")
     model.stored = round_f16
     model.hidden = hidden or {}

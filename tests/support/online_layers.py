@@ -47,7 +47,7 @@ class Layers:
     losses_of_held: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Start with both empty."""
+        """Start with an empty store and empty oracles."""
         self.random = np.random.default_rng(self.seed)
         self.store = self.new_store()
         self.heads = {
@@ -125,7 +125,7 @@ class Layers:
             oracle.truncate(self.position)
 
     def reload(self) -> None:
-        """Continue in a new store that loads what this one has saved."""
+        """Continue in a new store that loads the state of this one."""
         states = [bytearray(self.store.save_head(*key)) for key in HEADS]
         counts = [self.store.count(*key) for key in HEADS]
         evicted = self.store.evicted

@@ -12,7 +12,7 @@ each_policy = pytest.mark.parametrize("policy", ONLINE)
 
 
 def check(session: Session) -> None:
-    """Check everything that must hold at any time."""
+    """Check what must hold for a session at any time."""
     stats = session.stats()
     assert stats.kv_bytes_now <= stats.kv_bytes_peak
     assert stats.kv_bytes_now <= stats.kv_bytes_budget

@@ -27,11 +27,13 @@ _DOORS = (
     ("PoolArguments(SessionArguments", "Pool accepts: all", ["pool"]),
 )
 _OF_LLAMA = ("n_ubatch", "n_gpu_layers")
-"""Settings that llama_cpp.server has, with its own defaults."""
+"""Settings that llama_cpp.server has, too, with defaults of its own."""
 
 
 def arguments() -> str:
-    """Return the classes of keyword arguments, with the types of the fields of CacheOptions."""
+    """Return Python classes that list keyword arguments, with the types of the fields of
+    CacheOptions.
+    """
     types = {field.name: field.type for field in fields(CacheOptions)}
     parts = []
     for name, what, groups in _DOORS:
@@ -43,14 +45,14 @@ def arguments() -> str:
 
 
 def settings() -> str:
-    """Return the class with the settings of the server."""
+    """Return the Python class of the server's settings of the cache."""
     lines = [
         "class CacheSettings(ModelSettings):",
         '    """Hold the options of the cache as settings of the server: see CacheOptions."""\n',
     ]
     for name, said, default in _of_server():
         kind = said.kind.__name__
-        if name == "recovery":  # An answer that was sent cannot be changed by a rewalk.
+        if name == "recovery":  # A rewalk would change an answer that was already sent.
             kind = f"Literal[{', '.join(map(repr, WITHOUT_REWALK))}]".replace("'", '"')
         optional = f"Optional[{kind}]" if default is None else kind
         lines.append(f'    {name}: {optional} = _declared("{name}")')
@@ -71,7 +73,7 @@ SECTIONS = {"settings/cache_options.py": arguments, "server/options.py": setting
 
 
 def rewritten(name: str) -> str:
-    """Return the text of a module with its section written anew."""
+    """Return the text of a module with its generated section replaced."""
     text = (PACKAGE / name).read_text(encoding="utf-8")
     section = f"{BEGIN}\n\n{SECTIONS[name]()}\n\n{END}"
     pattern = re.escape(BEGIN) + ".*" + re.escape(END)

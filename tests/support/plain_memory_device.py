@@ -17,13 +17,16 @@ import llama_cpp
 
 GGML_VERSION = "0.25.3"
 LEAST_TOKENS = 32
-LEAST_VALUES = 32  # A row has as many values, or more.
+LEAST_VALUES = 32  # The device takes products only if rows have at least this many values.
 
-_ACCELERATOR = 3  # ggml_backend_dev_type has 0 CPU, 1 GPU, 2 a GPU inside the CPU.
+# ggml_backend_dev_type: 0 is a CPU, 1 a GPU, 2 an integrated GPU, 3 an accelerator.
+_ACCELERATOR = 3
 _CPU = 0
 _FAILED = -1
 _VIEWS = {b"NONE", b"RESHAPE", b"VIEW", b"PERMUTE", b"TRANSPOSE"}
-_OF_NAME = CFUNCTYPE(c_void_p, c_void_p)  # Python cannot return text itself without losing it.
+# A callback of Python cannot return a string, whose memory would be freed, so it returns an
+# address.
+_OF_NAME = CFUNCTYPE(c_void_p, c_void_p)
 _OF_TYPE = CFUNCTYPE(c_int, c_void_p)
 _OF_PROPERTIES = CFUNCTYPE(None, c_void_p, c_void_p)
 _OF_BACKEND = CFUNCTYPE(c_void_p, c_void_p, c_char_p)
@@ -102,7 +105,7 @@ class Tensor(ctypes.Structure):
 
 
 def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Load ggml's functions of backends, and those of graphs."""
+    """Return the libraries with ggml's functions of backends and of graphs."""
     folder = Path(llama_cpp.__file__).parent / "lib"
     registry = ctypes.CDLL(str(folder / "libggml.so.0"))
     base = ctypes.CDLL(str(folder / "libggml-base.so.0"))
@@ -124,15 +127,15 @@ def _libraries() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 def _cpu_library() -> ctypes.CDLL:
-    """Load the functions of ggml's CPU backend."""
+    """Return the library of ggml's CPU backend."""
     return ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-cpu.so.0"))
 
 
 def is_known() -> bool:
-    """Tell whether the structures are those of the installed llama.cpp."""
+    """Tell whether the structures in this module are those of the installed llama.cpp."""
     try:
         _, base = _libraries()
-    except OSError:  # The libraries have other names.
+    except OSError:  # The libraries have other names here.
         return False
     return bool(base.ggml_version() == GGML_VERSION.encode())
 
@@ -151,7 +154,7 @@ class PlainMemoryDevice:
     name = b"PLAIN"
     kind = _ACCELERATOR
     memory = 0
-    """How many bytes of memory it tells, all of them free."""
+    """The bytes of memory that it reports, all of them free."""
 
     def __init__(self) -> None:
         """Register the device; contexts that are made from now on give it products."""

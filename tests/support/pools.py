@@ -27,8 +27,8 @@ def pool_of(model: Path, **options: Any) -> Pool:
 
 
 def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
-    """Return the logits of a prompt's last token, and of every token that is written greedily after
-    it.
+    """Return the logits of a prompt's last token, and of each of n tokens that are written greedily
+    after it.
     """
     rows = [session.decode(prompt)[-1]]
     for _ in range(n):
@@ -44,7 +44,9 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 class Steps:
-    """Record the sizes of the parts of every step of a pool, and its bytes after each step."""
+    """Record for each step of a pool the number of tokens of every part, and the pool's bytes after
+    it.
+    """
 
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []
@@ -63,8 +65,9 @@ class Steps:
 
 
 def read_in_one_step(pool: Pool, sessions: Sequence[Session], tokens: Sequence[int]) -> Rows:
-    """Return the logits after a token of each conversation, all of which are read in one step,
-    whatever the threads of a loaded machine do.
+    """Return the logits after one token of each conversation, all read in one step.
+
+    The step does not depend on how fast threads are.
     """
     runner = pool.runner
     readers = [session.reader for session in sessions]

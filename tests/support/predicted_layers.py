@@ -57,9 +57,7 @@ class Batch(NamedTuple):
 
 
 class PredictedLayer:
-    """Hold a store of one layer with measure predicted, or another one, and the rows that
-    it read.
-    """
+    """Hold a store of one layer whose measure predicts scores, and all rows that it has read."""
 
     def __init__(
         self,
@@ -138,16 +136,16 @@ class PredictedLayer:
         return self.core.predicted_shares(0, head)
 
     def given(self, head: int) -> Floats:
-        """Return the part of the scores that queries gave, without the predicted part."""
+        """Return the part of the scores that comes from queries, without the predicted part."""
         power = 2 if self.measure == "mass" else 1
         shares = self.shares(head).astype(np.float64)
         return self.core.importance(0, head) - self.expected_lookups * shares**power
 
     def told_by_queries(self, head: int) -> tuple[Floats, Floats]:
-        """Return what queries gave to entries, as computed in numpy; all entries are kept.
+        """Return what entries received from queries, computed in numpy; all entries are kept.
 
         The first array is the sum over the text's queries, decayed; the second is the largest share
-        of attention from an echo's query.
+        of attention from any query of an echo.
         """
         given, looked_up = np.zeros(0), np.zeros(0)
         k, v = np.zeros((0, self.shape.k_dim)), np.zeros((0, self.shape.v_dim))

@@ -72,7 +72,9 @@ def example() -> EntropyProfile:
 
 
 def with_field(profile: EntropyProfile, path: str, value: Any) -> dict[str, Any]:
-    """Return the JSON of a profile with one field changed; `value` ... removes it."""
+    """Return the JSON of a profile in which the field at `path` has another value, or is removed if
+    `value` is `...`.
+    """
     data = copy.deepcopy(profile.to_dict())
     *parents, last = path.split(".")
     at: Any = data
@@ -90,9 +92,9 @@ def with_field(profile: EntropyProfile, path: str, value: Any) -> dict[str, Any]
 def predicting_profile(
     model: Path, n_features: list[int], n_head_kv: int, seed: int = 0
 ) -> EntropyProfile:
-    """Return a profile whose predictor has random weights; `n_features`: one for each layer.
+    """Return a profile whose predictor has random weights for `n_features`, one number per layer.
 
-    They give shares of attention from 1e-6 to 1 to keys and values of a tiny model.
+    It predicts shares of attention from 1e-6 to 1 for keys and values of a tiny model.
     """
     random = np.random.default_rng(seed)
     weights = []
@@ -109,7 +111,7 @@ def predicting_profile(
 
 
 def profile_of(model: Path) -> EntropyProfile:
-    """Return a profile for a model file, in which all heads are equal."""
+    """Return a profile for a model file in which all query heads have an entropy of 1."""
     geometry = read_geometry(model)
     shape = (geometry.n_layer, geometry.n_head)
     return EntropyProfile(

@@ -22,7 +22,9 @@ for line in sys.stdin:
     print("KILLED", flush=True)
 cluster.shutdown()
 """
-"""A cluster of three nodes on this machine; every line on stdin kills one that runs tasks."""
+"""A program that runs a cluster of three nodes; every line on stdin kills a node that runs
+tasks.
+"""
 
 
 class ThreeNodes:
@@ -48,7 +50,9 @@ class ThreeNodes:
 
 @contextmanager
 def three_nodes() -> Iterator[ThreeNodes]:
-    """Run the cluster in a process of its own, because Ray lets a process be in one only."""
+    """Run a cluster in a process of its own, because Ray allows a process to be in one cluster
+    only.
+    """
     # A busy machine starts Ray Serve's proxy more slowly than Ray allows by default.
     environment = {**os.environ, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
     process = subprocess.Popen(
@@ -68,7 +72,7 @@ def three_nodes() -> Iterator[ThreeNodes]:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a cluster that does not end, with its nodes, which would slow down all later tests."""
+    """Kill a cluster that does not end, and its nodes, which would slow down later tests."""
     left = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     for each in left:
         with suppress(psutil.Error):

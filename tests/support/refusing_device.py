@@ -1,4 +1,4 @@
-"""Register a ggml device with memory of its own that refuses some attention, in a process of its
+"""Register a ggml device with memory of its own that refuses some operations, in a process of its
 own.
 
 llama.cpp treats it as a GPU: it gives layers to it, and copies between its memory and that of the
@@ -24,7 +24,7 @@ _OF_BUFFER_NAME = CFUNCTYPE(c_void_p, c_void_p)
 _OF_SIZE = CFUNCTYPE(c_size_t, c_void_p, c_void_p)
 
 _Q8_0 = 8
-"""The number of a ggml_type."""
+"""The number of q8_0 among ggml's types."""
 
 
 class _BufferType(ctypes.Structure):
@@ -62,10 +62,10 @@ class RefusingDevice(PlainMemoryDevice):
     ) -> None:
         """Register the device, which models that are loaded afterwards use.
 
-        It refuses flash attention with keys of `head_dims` values, and all `operations`, given by
-        ggml's names of them; those `of_views` only if the values of their first source do not lie
-        one after another. If it `copies_rows`, attention to rows in q8_0 writes copies of them in
-        f16 behind its results, as CUDA does for heads of some sizes.
+        It refuses flash attention with keys of `head_dims` values, and all `operations`, by their
+        names in ggml. Operations `of_views` are refused only if the values of their first source
+        are not contiguous. If it `copies_rows`, attention over rows in q8_0 writes copies of them
+        in f16 behind its results, as CUDA does for heads of some sizes.
         """
         self.overflows: list[str] = []
         """The names of operations that needed more room than their nodes were given."""
@@ -104,7 +104,7 @@ class RefusingDevice(PlainMemoryDevice):
         return address
 
     def _needed(self, node: int) -> int:
-        """Return how many bytes a node writes from its place on."""
+        """Return how many bytes a node writes, from the address of its data on."""
         tensor = Tensor.from_address(node)
         needed = int(self._base.ggml_nbytes(node))
         if self._operation(tensor) != b"FLASH_ATTN_EXT":

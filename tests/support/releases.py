@@ -16,12 +16,12 @@ from entropykv.model.architectures import checked_architectures
 from tests.architectures import Architecture, write_architecture
 
 IS_CHECKED = checked_architectures().llama_cpp_python == LLAMA_CPP_PYTHON_VERSION
-"""Whether the running release is that of the table."""
+"""True if the running release is that of the table of architectures."""
 
 ENDS_THE_PROCESS = dict.fromkeys(
     ("0.3.30", "0.3.31", "0.3.32", "0.3.33", "0.3.34"), ("deepseek32",)
 )
-"""Models with which llama.cpp alone, in this release, ends in an assertion of its own."""
+"""By release, the models for which llama.cpp itself ends the process in an assertion."""
 
 
 def need_images() -> None:
@@ -35,7 +35,7 @@ def need_images() -> None:
 
 
 def write_known(path: Path, model: Architecture) -> None:
-    """Write a model; skips the test if this release does not know its architecture."""
+    """Write a model; skip the test if this release does not know its architecture."""
     if model.name in ENDS_THE_PROCESS.get(LLAMA_CPP_PYTHON_VERSION, ()):
         pytest.skip(f"llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}: {model.name} ends the process")
     try:

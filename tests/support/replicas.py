@@ -23,7 +23,7 @@ TOKENS_READ, REPLICA = "X-EntropyKV-Tokens-Read", "X-EntropyKV-Replica"
 
 
 class Served:
-    """Hold a server of two replicas, each on a node of its own."""
+    """Send requests to a server of two replicas, each on a node of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         self._process = process
@@ -38,14 +38,16 @@ class Served:
             time.sleep(0.2)
 
     def ask(self, prompt: str, name: str | None = None, **fields: Any) -> tuple[str, str, int]:
-        """Return the answer, the replica, and how many tokens of the prompt it has read."""
+        """Return the answer, the name of the replica, and the number of prompt tokens that it has
+        read.
+        """
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0.0, **fields}
         headers = {} if name is None else {"X-Session-Id": name}
         deadline = time.monotonic() + 120
         while True:
-            # Ray Serve has a proxy on every node, and on one machine they share a port: the death
-            # of a node breaks the connections of its proxy, and a while passes until Ray notices. A
-            # proxy that has just started answers 404 until it knows the routes.
+            # Ray Serve has a proxy on every node, and on one machine they share a port. When a node
+            # dies, connections of its proxy break, and a while passes until Ray notices. A proxy
+            # that has just started answers 404 until it knows the routes.
             with contextlib.suppress(httpx.TransportError):
                 answer = self.client.post("/v1/completions", json=body, headers=headers)
                 if answer.status_code < 500 and "/-/routes" not in answer.text:

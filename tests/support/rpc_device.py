@@ -20,7 +20,7 @@ from typing import Any
 import llama_cpp
 
 LIBRARIES = Path(llama_cpp.__file__).parent / "lib"
-_DEVICE_CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU has it.
+_DEVICE_CPU = 0  # The value of GGML_BACKEND_DEVICE_TYPE_CPU.
 
 
 def built_with_rpc() -> bool:
@@ -29,10 +29,10 @@ def built_with_rpc() -> bool:
 
 
 def library(name: str) -> Any:
-    """Load a library of ggml; the functions that are used return pointers, or nothing.
+    """Load a library of ggml, whose functions are used only if they return pointers or nothing.
 
-    A wheel has copies instead of links. Only the file that libllama itself loads, by its number of
-    the interface, has the list of devices that llama.cpp looks at.
+    A wheel has copies instead of links. Only the file with a version in its name, which libllama
+    itself loads, has the list of devices that llama.cpp looks at.
     """
     numbered = sorted(LIBRARIES.glob(f"lib{name}.so.*"), key=lambda path: len(path.name))
     return ctypes.CDLL(str(numbered[0] if numbered else next(LIBRARIES.glob(f"lib{name}.*"))))

@@ -25,7 +25,7 @@ OPTIONS = ("--kv-budget", 256, "--n_ctx", N_CTX, "-t", 1)
 
 
 class Server:
-    """Hold a running `entropykv serve`."""
+    """Run `entropykv serve` on the loopback interface, and send requests to it."""
 
     def __init__(
         self,
@@ -54,14 +54,17 @@ class Server:
             found = re.search(r"http://127\.0\.0\.1:\d+", line)
         self._n_starting = len(self.log)
         self._reader = threading.Thread(target=self.log.extend, args=(self.process.stderr,))
-        self._reader.start()  # Read the log, because the server would block on a full pipe.
+        # A thread reads the log, because the server would block on a full pipe.
+        self._reader.start()
         self.url = found[0]
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the server, unless a test has; where the test has not failed, it must end well."""
+        """End the server if the test has not; if the test succeeded, the server must end without an
+        error.
+        """
         if self.process.poll() is None:
             code, log = self.end()
             assert kind is not None or (code == 0 and "Traceback" not in log), log
@@ -80,7 +83,9 @@ class Server:
         return self.get("/v1/kv").json()
 
     def idle_figures(self, seconds: float) -> Any:
-        """Return the metrics once nothing runs, which must be within `seconds`."""
+        """Return the metrics once no request is running; fails if that takes longer than
+        `seconds`.
+        """
         deadline = time.monotonic() + seconds
         while (figures := self.kv())["requests"]["waiting"]:
             assert time.monotonic() < deadline, "the generation went on"
@@ -91,8 +96,9 @@ class Server:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
     def end(self, number: int | None = None) -> tuple[int, str]:
-        """Ask the server to end, or send a signal; returns the exit code, and the output after the
-        line that says where it serves.
+        """Ask the server to end, or send signal `number`.
+
+        Returns the exit code, and the log after the line with the server's address.
         """
         if number is None:
             ask_to_end(self.process)

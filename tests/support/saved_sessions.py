@@ -1,4 +1,4 @@
-"""Save and load sessions, and compare everything that they do afterwards."""
+"""Save and load sessions, and compare all that they do afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_entries(session: Session) -> list[list[int]]:
 
 
 def future(session: Session) -> tuple[Any, ...]:
-    """Return everything that a session can be asked for, now and after further tokens."""
+    """Return everything that can be observed of a session, now and after further tokens."""
     state = (session.position, session.tokens, all_entries(session), session.cache.budgets())
     written = list(session.generate([], 40)) if session.logits is not None else []
     rows = np.concatenate(
@@ -44,8 +44,11 @@ def future(session: Session) -> tuple[Any, ...]:
 def assert_goes_on_from(
     opened: Callable[[], Session], n_prompt: int, n_answer: int, firsts: Sequence[int], n: int
 ) -> None:
-    """Assert that sessions that are saved before some tokens of an answer, and loaded, go on for n
-    tokens as the one that was not.
+    """Assert that a session that is saved and loaded within an answer continues as one that was
+    not.
+
+    A text of n_prompt and n_answer tokens is read; from each of the tokens `firsts` of the answer
+    on, n tokens are compared.
     """
     tokens = tokens_for(n_prompt + n_answer)
     with opened() as session:
@@ -73,7 +76,7 @@ def assert_load_refused(session: Session, data: bytes, words: str) -> None:
 
 
 def signed(data: bytes) -> bytes:
-    """Return a changed file with correct digests."""
+    """Return a session file that was changed with the digests that belong to it."""
     size = struct.unpack_from("<I", data, 12)[0]
     head = data[: 16 + size]
     head += hashlib.blake2b(head, digest_size=16).digest()

@@ -1,7 +1,6 @@
-"""Provide a second device for layers: that of CUDA or Vulkan if llama.cpp was built with it, or
-else RPC's.
+"""Provide a second device for layers: CUDA or Vulkan if llama.cpp was built with it, or else RPC.
 
-On a machine without a GPU, Mesa's lavapipe computes what Vulkan is asked for.
+On a machine without a GPU, Mesa's lavapipe computes for Vulkan.
 """
 
 from __future__ import annotations

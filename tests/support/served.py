@@ -31,7 +31,7 @@ def complete(client: openai.OpenAI, prompt: str = PROMPT, **options: Any) -> str
 
 
 def completion(client: openai.OpenAI, prompt: Any, **options: Any) -> Any:
-    """Return the response to a prompt, of up to 6 tokens unless the options say otherwise."""
+    """Return the response to a prompt, by default greedy and of up to 6 tokens."""
     given = {"max_tokens": 6, "temperature": 0.0, **options}
     return client.completions.create(model="tiny", prompt=prompt, **given)
 

@@ -1,4 +1,4 @@
-"""Serve several tiny models in this process, and decide when each of them is loaded."""
+"""Serve several tiny models in this process, and control when each of them is loaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_models(directory: Path, *names: str) -> None:
 
 
 def catalog_of(directory: Path, *names: str, default: str | None = None, **fields: Any) -> Any:
-    """Return a catalog of these models; `fields` are their options."""
+    """Return a catalog of these models; `fields` are their ModelOptions."""
     given = {"n_ctx": 256, "kv_budget": "64", "n_threads": 1, **fields}
     models = [
         ServedModel.of(name, ModelOptions(model=str(directory / f"{name}.gguf"), **given))
@@ -48,13 +48,13 @@ def catalog_of(directory: Path, *names: str, default: str | None = None, **field
 
 @dataclass
 class Gates:
-    """Hold models back from loading until a test allows it, and count their loads."""
+    """Hold models back from loading until a test allows it, and count the loads."""
 
     loads: list[str] = field(default_factory=list)
     closed: dict[str, threading.Event] = field(default_factory=dict)
 
     def close(self, name: str) -> threading.Event:
-        """Let the loading of a model wait in its thread until the returned event is set."""
+        """Let the thread that loads a model wait until the returned event is set."""
         self.closed[name] = threading.Event()
         return self.closed[name]
 
@@ -68,7 +68,7 @@ class Gates:
 
 @dataclass
 class Running:
-    """Hold a running app, its client, and what it loads."""
+    """Hold an app that runs in this event loop, its client, and its models."""
 
     app: FastAPI
     client: httpx.AsyncClient
@@ -84,7 +84,9 @@ class Running:
         return await self.client.post("/v1/completions", json={**WORDS, **named, **fields})
 
     async def ask_and_leave(self, model: str, leaves: asyncio.Event) -> int:
-        """Ask as a client that goes once the event is set; the status is that of its answer."""
+        """Ask as a client that disconnects once the event is set; return the status of the
+        answer.
+        """
         body = json.dumps({**WORDS, "model": model}).encode()
         messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
         statuses: list[int] = []

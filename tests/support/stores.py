@@ -1,4 +1,4 @@
-"""Make headwise stores by hand, without a model, and read the same in the numpy oracle."""
+"""Make headwise stores without a model, and read the same in them and in the numpy oracle."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TOKENS = 96
 MAX_ENTRIES = 400
 N_SINKS = 3
 RECENT = 6
-# The entries of the three layers differ in size, so that their pages hold 16 entries and more.
+# The three layers have entries of different sizes, so that their pages hold 16 entries and more.
 SHAPES = ((4, 2, 32, 32), (2, 1, 48, 64), (3, 3, 16, 20))
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
@@ -42,7 +42,7 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
 
 
 class WithOracle:
-    """Read the same in a store and in the oracle of each of its heads."""
+    """Read the same micro-batches in a store and in the oracle of each of its heads."""
 
     shapes: ClassVar[tuple[tuple[int, int, int, int], ...]] = SHAPES
     max_entries: ClassVar[int] = MAX_ENTRIES
@@ -53,8 +53,8 @@ class WithOracle:
     heads: dict[tuple[int, int], Any]
 
     def attend(self, n_tokens: int) -> None:
-        """Read a micro-batch in all layers; the outputs show whether K and V moved with their
-        entries.
+        """Read a random micro-batch in all layers, and compare the outputs, which depend on which K
+        and V an entry has.
         """
         n_tokens = min(n_tokens, self.max_entries - self.position)
         if n_tokens == 0:
@@ -83,7 +83,7 @@ class WithOracle:
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
     def window(self, layer: int) -> tuple[int, bool]:  # noqa: ARG002
-        """Return the window of a layer, and whether it is a chunk; 0: it sees everything."""
+        """Return the window of a layer (0: none), and whether it is chunked."""
         return 0, False
 
     def truncate(self, position: int) -> None:
@@ -94,5 +94,5 @@ class WithOracle:
         self.check()
 
     def check(self) -> None:
-        """Check everything that must hold after every operation."""
+        """Check what must hold after every operation."""
         raise NotImplementedError

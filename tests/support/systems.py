@@ -14,16 +14,16 @@ from entropykv import system
 OF_POSIX = ("fcntl", "grp", "pty", "pwd", "resource", "termios")
 """Modules that Windows lacks."""
 ABSENT = frozenset(name for name in OF_POSIX if importlib.util.find_spec(name) is None)
-"""Those of them that this system lacks: none on Linux and macOS."""
+"""The modules of OF_POSIX that this system lacks: none on Linux and macOS."""
 
 
 def is_there(need: str) -> bool:
     """Tell whether this system has what a test needs.
 
-    A need is a path (`/proc/self/fd`), a name of a module (`os.mkfifo`), or `permissions`, which
-    are there if the mode of a file can refuse it to this user. A name with brackets is a function
-    of the C library, such as `mallopt()`. Tests that send any signal to another process need
-    `signal.SIGKILL`, because Windows has neither; ending.ask_to_end() needs nothing.
+    A need is a path (`/proc/self/fd`), a name in a module (`os.mkfifo`), a function of the C
+    library with brackets (`mallopt()`), or `permissions`: whether the mode of a file can refuse it
+    to this user. Tests that send any signal to another process need `signal.SIGKILL`, because
+    Windows has neither; ending.ask_to_end() needs nothing.
     """
     if need == "permissions":
         return hasattr(os, "geteuid") and os.geteuid() != 0
@@ -38,7 +38,7 @@ def is_there(need: str) -> bool:
 
 
 def absent_imports(path: Path, absent: Collection[str] = ABSENT) -> list[str]:
-    """Return the modules that a file imports at its top, and that are absent on this system."""
+    """Return the modules that a file imports at its top level, and that this system lacks."""
     if not absent or path.suffix != ".py":
         return []
     found: set[str] = set()

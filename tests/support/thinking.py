@@ -12,12 +12,14 @@ OPENING = (
     _MESSAGES + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>\n' }}"
     "{% endif %}{% endif %}"
 )
-"""A template like DeepSeek's: the prompt begins the thought, and later turns leave it out."""
+"""A template like DeepSeek's: the prompt begins a thought, and thoughts of earlier turns are left
+out.
+"""
 CLOSING = (
     _MESSAGES + "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""A template like Qwen 3's: the model begins the thought, and a prompt without thinking has an
+"""A template like Qwen 3's: the model begins a thought, and a prompt that asks for none has an
 empty one.
 """
 CHANNELS = (

@@ -1,4 +1,4 @@
-"""Run functions at the same time, each in a thread."""
+"""Run functions at the same time, each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the results of the calls, each of which runs in its own thread."""
+    """Return the results of functions that run at the same time, each in a thread of its own."""
     results: list[Any] = [None] * len(calls)
 
     def run(i: int) -> None:

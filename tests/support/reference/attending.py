@@ -17,12 +17,14 @@ class Attention(NamedTuple):
     outputs: Floats
     entropies: Floats
     observed: Floats
-    """For a KV head [n][T], summed over its query heads; for a layer [n_head_kv][n][T]."""
+    """What entries receive: for a KV head [n][T], summed over its query heads; for a layer
+    [n_head_kv][n][T].
+    """
 
 
-NEIGHBOURHOOD = 32  # Queries nearer to an entry than this do not score it.
+NEIGHBOURHOOD = 32  # Queries nearer to an entry than this many positions do not score it.
 SCORING_INTERVAL = 4
-WINDOW_MARGIN = 32  # So many entries outside a sliding window stay if there is room.
+WINDOW_MARGIN = 32  # This many entries outside a sliding window stay if there is room.
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Options:
     softcap: float = 0.0
     window: int = 0
     sinks: npt.NDArray[Any] | None = None
-    """One logit per query head."""
+    """The logit of the attention sink of each query head, [n_head]; None: there are none."""
     chunked: bool = False
     """True if windows begin at multiples of their size."""
     slopes: npt.NDArray[Any] | None = None
@@ -41,9 +43,7 @@ class Options:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of HeadwiseStore.attend(), except the window, which the
-        layer has.
-        """
+        """Return the arguments of HeadwiseStore.attend(); the window belongs to the layer."""
         names = ("scale", "softcap", "sinks", "slopes")
         return {name: getattr(self, name) for name in names}
 
@@ -55,7 +55,7 @@ class Options:
 
 
 def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
-    """Return the first position that a query sees."""
+    """Return the first position that a query sees; a window of 0 sees everything."""
     if window == 0:
         return 0
     return query_position // window * window if chunked else query_position - window + 1
@@ -101,8 +101,9 @@ def attend_kv_head(
     measure: str = "mass",
     neighbourhood: int = NEIGHBOURHOOD,
 ) -> Attention:
-    """Compute one KV head: q [n][group][k_dim] at positions first_query.., k [T][k_dim], v
-    [T][v_dim].
+    """Compute attention of one KV head.
+
+    q is [n][group][k_dim] at positions from first_query on, k [T][k_dim], v [T][v_dim].
     """
     logits = np.einsum("ngd,td->ngt", q.astype(np.float64), k) * options.scale
     if options.softcap > 0.0:
@@ -132,7 +133,7 @@ def attend_layer(
     options: Options,
     measure: str = "mass",
 ) -> Attention:
-    """Compute one layer whose entries 0..T-1 are all kept: k [T][n_head_kv][k_dim]."""
+    """Compute attention of one layer that keeps all entries 0 to T-1: k [T][n_head_kv][k_dim]."""
     group = q.shape[1] // k.shape[1]
     parts = []
     for head in range(k.shape[1]):

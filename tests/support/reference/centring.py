@@ -16,7 +16,9 @@ MOST_RATIO = 256.0
 
 
 class KeyCentre(NamedTuple):
-    """Hold what is subtracted from a key, and the units that divide the rest; each is [k_dim]."""
+    """Hold the centre that is subtracted from a key, and the units that divide the rest, each
+    [k_dim].
+    """
 
     centre: Floats
     unit: Floats
@@ -25,8 +27,10 @@ class KeyCentre(NamedTuple):
 def key_centre(
     bias: npt.NDArray[Any], spread: npt.NDArray[Any], rope: Rope, magnitude: float
 ) -> KeyCentre:
-    """Return how to store the keys of a KV head: without the mean of the rotated bias over the
-    centred positions, in units that follow the size of what is left.
+    """Return how the keys of a KV head are stored.
+
+    The centre is the mean of the rotated bias over the first positions; units follow the size of
+    what is left.
     """
     centre = np.asarray(bias, np.float64).copy()
     size = np.abs(np.asarray(spread, np.float64))
@@ -42,8 +46,10 @@ def key_centre(
 
 
 def stored_keys(keys: npt.NDArray[Any], kv_type: str, centres: npt.NDArray[Any] | None) -> Floats:
-    """Return keys [n][KV head][k_dim] as attention reads them back; `centres`: [KV head][centre,
-    unit][k_dim], or None if keys are stored as they are.
+    """Return keys [n][n_head_kv][k_dim] as attention reads them back.
+
+    `centres`: [n_head_kv][2][k_dim], centre and unit of each KV head; None: keys are stored
+    without.
     """
     if centres is None:
         return stored(keys, kv_type)

@@ -27,8 +27,9 @@ class Detections:
     counts: dict[int, int] = field(default_factory=dict)
 
     def detect(self, now: int) -> int:
-        """Count one more; the previous window counts in proportion to its overlap with a sliding
-        one.
+        """Count one more detection at position `now`; return the count.
+
+        The previous window counts in proportion to its overlap with a window that ends at `now`.
         """
         if self.history == 0:
             self.counts[0] = self.counts.get(0, 0) + 1
@@ -71,7 +72,9 @@ class FreezingHead(ReferenceHead):
         first_position: int,
         options: Options,
     ) -> Attention:
-        """Read as without freezing, and record what the queries gave, for settle()."""
+        """Read as a head without freezing does, and record what queries gave to entries, for
+        settle().
+        """
         self.n_stored = len(self.positions)
         result = super().read(q, k, v, first_position, options)
         self.given = result.observed[-self.rules.observation_window :]
@@ -117,7 +120,9 @@ class FreezingHead(ReferenceHead):
         return n
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from `position` on; timers continue from there."""
+        """Forget what was read from `position` on; timers continue as if that had never been
+        read.
+        """
         super().truncate(position)
         now = position - 1
         self.detections = {p: d for p, d in self.detections.items() if p < position}
@@ -129,8 +134,8 @@ class FreezingHead(ReferenceHead):
                 entry.frozen_at = now
 
     def _freeze_detected(self, schedule: Schedule) -> None:
-        """Freeze stored entries outside the window that get less than an even share, or
-        less |q.k|.
+        """Freeze stored entries outside the window that get little: less than an even share of
+        attention, or a small |q.k|.
         """
         means = self.given.mean(axis=0) / self.group
         limit = schedule.threshold

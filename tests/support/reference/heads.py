@@ -32,7 +32,7 @@ from tests.support.reference.values import Bools, Floats, Ints, stored
 
 
 class Schedule(NamedTuple):
-    """Hold the settings in section 3 of the freeze document, with the names of
+    """Hold the settings of section 3 of the freeze document, with the names in
     cpp/decide/freezing.hpp.
     """
 
@@ -47,7 +47,7 @@ class Rules:
     """Hold the settings that all KV heads of a store have in common."""
 
     score: str
-    """streaming, recency, or a measure: see given()."""
+    """The policy streaming or recency, or a measure: see given()."""
     kv_type: str = "f16"
     n_sinks: int = 4
     recent_window: int = 8
@@ -57,7 +57,7 @@ class Rules:
     by_values: bool = False
     rope: Rope = field(default_factory=lambda: Rope(0))
     own_windows: bool = False
-    """If true, half of a KV head's own budget is for its sinks and recent window."""
+    """True if half of each KV head's own budget is for its sinks and recent window."""
     weights: dict[int, Floats] = field(default_factory=dict)
     """The weights of the linear functions that predict shares, by the number of features."""
     expected_lookups: float = 0.0
@@ -74,7 +74,7 @@ class Rules:
 
     @property
     def predicts(self) -> bool:
-        """Tell whether key and value of an entry determine its score or a part of it."""
+        """Tell whether the score of an entry depends on a prediction from its key and value."""
         return self.score == "predicted" or self.expected_lookups > 0.0
 
     @property
@@ -99,7 +99,7 @@ class Rules:
 
 @dataclass
 class ReferenceHead:
-    """Hold what one KV head keeps, ordered by position."""
+    """Hold the entries that one KV head keeps, ordered by position."""
 
     rules: Rules
     k_dim: int
@@ -108,7 +108,7 @@ class ReferenceHead:
     window: int = 0
     chunked: bool = False
     whole_from: int = 0
-    """The position from which on queries miss nothing that was dropped for leaving the window."""
+    """The first position whose query still sees every entry of its window."""
     positions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     k: Floats = field(init=False)
     v: Floats = field(init=False)
@@ -185,11 +185,12 @@ class ReferenceHead:
             )
 
     def losses(self, knots: Sequence[int], outputs: Floats, *, of_held: bool = False) -> Floats:
-        """Return the losses of dropping all but k of the unprotected entries, for every knot k.
+        """Return the losses of dropping all but k of the unprotected entries, for every k in
+        `knots`.
 
-        Entries that were dropped before count, too, unless `of_held`, because with more room they
-        would have been kept. Squared outputs (mass+values) are relative to those of the
-        micro-batch, [n][group][v_dim].
+        Entries that were dropped before count, too, unless `of_held`: with more room they would
+        have been kept. For mass+values, which squares outputs, losses are relative to the outputs
+        [n][group][v_dim] of the micro-batch.
         """
         rules, newest = self.rules, int(self.positions.max())
         free = ~protected(self.positions, newest, rules.n_sinks, self.recent_window)
@@ -202,8 +203,8 @@ class ReferenceHead:
         return losses / (outputs**2).sum() if squares else losses
 
     def settle(self, n_new: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Evict after a micro-batch of n_new tokens; accepts the store's choice `theirs` if it is
-        valid.
+        """Evict after a micro-batch of n_new tokens; where scores are nearly equal, the store's
+        positions `theirs` are accepted.
         """
         if len(self.positions) > self.budget:
             self._leave_window(0 if self.chunked else WINDOW_MARGIN)
@@ -213,7 +214,9 @@ class ReferenceHead:
         np.testing.assert_array_equal(theirs, self.positions)
 
     def set_budget(self, budget: int, theirs: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Evict down to another budget; accepts the store's choice `theirs` if it is valid."""
+        """Evict down to another budget; where scores are nearly equal, the store's positions
+        `theirs` are accepted.
+        """
         self.budget = budget
         if len(self.positions) > budget:
             self._leave_window(0)
@@ -222,7 +225,7 @@ class ReferenceHead:
         np.testing.assert_array_equal(theirs, self.positions)
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from `position` on."""
+        """Drop the entries from `position` on."""
         self._keep(self.positions < position)
         self.whole_from = min(self.whole_from, position)
         if position == 0:

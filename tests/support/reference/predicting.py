@@ -14,7 +14,7 @@ LEAST_PREDICTION = 1e-6
 LEAST_OBSERVED = 1e-5
 LEAST_NORM = 1e-6
 LEAST_SHARE = 2.0**-20
-"""The smallest stored share; predictions are larger."""
+"""The smallest share that the store holds; predicted shares are larger."""
 SHARE_ROUNDING = 2.0**-8
 """The largest relative rounding error of a share in the store."""
 
@@ -22,8 +22,8 @@ SHARE_ROUNDING = 2.0**-8
 def features(
     k: npt.NDArray[Any], v: npt.NDArray[Any] | None, rope_positions: npt.NDArray[Any], rope: Rope
 ) -> Floats:
-    """Return the features [n][n_features] of entries [n][k_dim], [n][v_dim] at the given RoPE
-    positions.
+    """Return features [n][n_features] of keys [n][k_dim] and values [n][v_dim] at RoPE positions
+    [n].
 
     `v` is None if it is a part of the key.
     """
@@ -37,7 +37,7 @@ def features(
 
 
 def predicted(of_entries: Floats, weights: npt.NDArray[Any]) -> Floats:
-    """Return unrounded shares of attention, from features [n][n_features] and weights
+    """Return shares of attention [n] before rounding, for features [n][n_features] and weights
     [n_features].
     """
     logarithms = of_entries @ weights.astype(np.float64)
@@ -45,8 +45,8 @@ def predicted(of_entries: Floats, weights: npt.NDArray[Any]) -> Floats:
 
 
 def lesson_sums(of_entries: Floats, observed: npt.NDArray[Any]) -> Floats:
-    """Return the sum of outer products of entries' features and the logarithm of their
-    attention.
+    """Return the sum over entries of the outer product of (features, logarithm of attention) with
+    itself.
     """
     targets = np.log(np.maximum(observed, LEAST_OBSERVED))
     rows = np.concatenate([of_entries, targets[:, None]], axis=1)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from tests.support.reference.attending import SCORING_INTERVAL
 from tests.support.reference.values import Bools, Floats, Ints
 
-DECODE_ROOM = 16  # One eviction makes room for no more in a small budget.
+DECODE_ROOM = 16  # The tokens for which one eviction makes room in a small budget.
 MOST_DECODE_ROOM = 64
 
 
@@ -23,10 +23,11 @@ def updated_importance(
     *,
     interval: int = SCORING_INTERVAL,
 ) -> Floats:
-    """Return importance after a micro-batch of n tokens whose last `window` queries gave `observed`
+    """Return the importance of entries [T] after a micro-batch, whose queries gave `observed`
     [n][T].
 
-    If tokens come one by one, only every fourth (`interval`) counts, four times.
+    Only the last `window` queries count. If tokens come one by one, only every fourth one
+    (`interval`) counts, with fourfold weight.
     """
     n_tokens = len(observed)
     weights = np.ones(n_tokens)
@@ -40,7 +41,9 @@ def updated_importance(
 
 
 def recency_score(position: int, newest: int, variation: float) -> float:
-    """Return the BitNet document's score; float32 decides which positions are the newest tenth."""
+    """Return the BitNet document's score; as in the store, float32 decides which positions are the
+    newest tenth.
+    """
     span = max(newest, 1)
     distance = newest - position
     in_newest_tenth = np.float32(distance) < np.float32(0.1) * np.float32(span)
@@ -49,15 +52,16 @@ def recency_score(position: int, newest: int, variation: float) -> float:
 
 
 def protected(positions: Ints, newest: int, n_sinks: int, recent_window: int) -> Bools:
-    """Return which entries are protected from eviction."""
+    """Return which entries are protected: sinks and the recent window."""
     return (positions < n_sinks) | (positions > newest - recent_window)
 
 
 def select_survivors(
     scores: npt.NDArray[Any], positions: Ints, keep: int, n_sinks: int, recent: int, newest: int
 ) -> Bools:
-    """Return the protected entries, then the highest scores up to `keep` (of equal ones, the
-    first).
+    """Return which entries survive: the protected ones, then the highest scores, up to `keep`.
+
+    Of equal scores, the first one survives.
     """
     kept = protected(positions, newest, n_sinks, recent)
     for index in np.argsort(-scores, kind="stable"):
@@ -68,8 +72,9 @@ def select_survivors(
 
 
 def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
-    """Return how many entries an eviction leaves, with room for more tokens if they come one by
-    one.
+    """Return how many entries an eviction leaves.
+
+    If tokens come one by one, it leaves room for several of them.
     """
     beyond_protection = budget - n_sinks - recent_window
     most = min(max(beyond_protection // 64, DECODE_ROOM), MOST_DECODE_ROOM)

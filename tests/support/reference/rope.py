@@ -11,7 +11,7 @@ from tests.support.reference.values import Floats, Ints
 
 
 class Rope(NamedTuple):
-    """Hold the parameters with ggml's names; `factors` are divisors of the frequencies, one per
+    """Hold the parameters of RoPE with ggml's names; `factors` divide the frequencies, one per
     pair.
     """
 
@@ -28,7 +28,7 @@ class Rope(NamedTuple):
 
 
 def rope_frequencies(rope: Rope) -> Floats:
-    """Return radians per position of every pair: ggml's rope_yarn, divided by the position."""
+    """Return the angle of each pair in radians per position, as ggml's rope_yarn computes it."""
     pairs = np.arange(rope.n_dims // 2)
     own = rope.freq_base ** (-2.0 * pairs / rope.n_dims)
     if rope.freq_factors:
@@ -69,7 +69,7 @@ def rotated(rows: npt.NDArray[Any], by: npt.NDArray[Any], rope: Rope) -> Floats:
 
 
 def rope_positions(positions: npt.NDArray[Any], n_sinks: int, shift: int) -> Ints:
-    """Return the RoPE positions of text positions: sinks stay, others move by `shift`, at most to
-    the sinks.
+    """Return the RoPE positions of text positions: sinks stay, the others move back by `shift`, but
+    not into the sinks.
     """
     return np.where(positions < n_sinks, positions, np.maximum(positions - shift, n_sinks))

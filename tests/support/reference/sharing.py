@@ -1,4 +1,4 @@
-"""Share pages among KV heads, and compute what heads lose."""
+"""Share pages among KV heads, and compute the losses of their budgets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_shares(
     pages: list[int],
     limits: Sequence[int] = (),
 ) -> None:
-    """Assert the invariants of shared budgets; `pages`: entries per page of every head."""
+    """Assert what must hold for shared budgets; `pages` has the entries per page of every head."""
     mean = min(mean, most)
     assert len(budgets) == len(pages)
     limits = [min(limit, most) for limit in limits or [most] * len(pages)]
@@ -75,8 +75,9 @@ def curve_shares(
 
 
 def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:
-    """Return the layer document's shares: k_l = total * I_l / sum I, or scaled into a
-    range of k_l.
+    """Return the shares of layers in the layer document: k_l = total * I_l / sum I.
+
+    With `in_range`, I_l is first scaled linearly into that range.
     """
     weights = entropies
     if in_range is not None:
@@ -89,11 +90,12 @@ def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | No
 def curve_losses(
     q: Floats, k: Floats, v: Floats, importance: Floats, rules: Any, options: Options
 ) -> tuple[Floats, Floats, float]:
-    """Return a KV head's lost mass, and the mean squares of the dropped and of the whole outputs.
+    """Return for a KV head the lost attention mass, the mean squares of dropped outputs, and that
+    of whole outputs.
 
     Entries are ranked by their contribution to the outputs: importance * |v|^2. q [n][group][k_dim]
-    are the last queries of a text; k, v [T]; importance [n_read]. Each number in rules.keep is
-    computed separately, with the entries that select_survivors() keeps.
+    are the last queries of a text; k and v have T rows; importance is [n_read]. Each number in
+    rules.keep is computed separately, with the entries that select_survivors() keeps.
     """
     first = len(k) - len(q)
     positions = np.arange(len(k))

@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 F16_LARGEST = 65504.0
-QUANT_BLOCK = 32  # So many values share a scale in q8_0.
+QUANT_BLOCK = 32  # The values of a row that share one scale in q8_0.
 
 
 def round_f16(values: npt.NDArray[Any]) -> Floats:
