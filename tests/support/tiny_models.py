@@ -31,7 +31,7 @@ def write_llama(
     uneven: bool = False,
     key_bias: float = 0.0,
 ) -> None:
-    """Write a llama model; raises AssertionError for a shape that llama.cpp cannot load.
+    """Write a llama model; raise AssertionError for a shape that llama.cpp cannot load.
 
     `activation` is the value of entropykv.activation in the file: silu, relu2, or None.
     `architecture`: llama, bitnet, hunyuan-dense, which norms its keys after RoPE, or smollm3,

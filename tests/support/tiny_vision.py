@@ -116,7 +116,7 @@ class TinyProjector:
 
 
 def png(width: int = 48, height: int = 48, seed: int = 0) -> bytes:
-    """Return an image of random colours that change smoothly, as a PNG file."""
+    """Return a PNG file with random colours in 4 x 4 fields."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (4, 4, 3))
     rows = np.arange(height) * 4 // height

@@ -12,12 +12,12 @@ from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType, TokenType
 from gguf.quants import quantize
 
 WEIGHT_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
-QUANTIZED_BLOCK = 32  # A block of Q8_0 and Q4_0 has as many.
+QUANTIZED_BLOCK = 32  # The number of values in a block of Q8_0 and of Q4_0.
 RMS_EPSILON = 1e-5
 
 
-# An input of unit size gives outputs of this standard deviation in each projection. Attention
-# logits are about QUERY * KEY; a product of 2 to 3 makes attention clearly uneven.
+# The standard deviation of each projection's outputs for an input of unit size. Attention logits
+# are about QUERY * KEY; a product of 2 to 3 makes attention clearly uneven.
 QUERY_SCALE = 1.6
 KEY_SCALE = 1.6
 VALUE_SCALE = 1.0
@@ -25,7 +25,7 @@ OUTPUT_SCALE = 0.7
 FEED_FORWARD_SCALE = 1.0
 DOWN_SCALE = 0.7
 LOGIT_SCALE = 2.5
-_SPACE = "\u2581"  # sentencepiece writes a space so.
+_SPACE = "\u2581"  # The character that stands for a space in sentencepiece.
 _PIECES = (
     _SPACE,
     *"abcdefghijklmnopqrstuvwxyz.,",
@@ -43,11 +43,11 @@ class TinyRope:
     """Hold a model's settings of RoPE, except the base."""
 
     n_dims: int | None = None
-    """How many values of a head are rotated; None: all."""
+    """The number of values of a head that are rotated; None: all."""
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair (llama3)."""
     short_factors: bool = False
-    """Also write divisors for short contexts, and others for contexts above `n_ctx_orig`
+    """True to write also divisors for short contexts, and others for contexts above `n_ctx_orig`
     (LongRoPE).
     """
     yarn_factor: float | None = None
@@ -178,7 +178,7 @@ class TinyWriter:
         for layer in range(shape.n_layer):
             self._add_layer(f"blk.{layer}.")
         self._add_norm("output_norm", shape.n_embd)
-        # The output head of these is the embedding.
+        # Models of these two use the embedding as the output head.
         if shape.architecture not in ("bitnet", "gemma"):
             self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
 

@@ -16,11 +16,13 @@ from tests.support.tiny_models import write_llama
 from tests.support.tiny_vision import TinyProjector, png
 
 KINDS = {"causal": "mlp", "seeing all": "gemma3", "M-RoPE": "qwen2vl_merger"}
-"""The projector type for each kind of image: by what its rows attend to, or by their positions."""
+"""The projector type for each kind of image: rows that attend to earlier ones, to all, or have
+two-dimensional positions.
+"""
 FILES = [png(64, 40), png(48, 48, seed=3)]
 TEXT = f"the painting {MARKER} and the other {MARKER} of the old land shows what"
 TOKENS = {"causal": 36, "seeing all": 9, "M-RoPE": 12}
-"""How many tokens the first image of FILES becomes, by kind."""
+"""The number of tokens that the first image of FILES becomes, by kind."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class VisionModel:
 
 
 def write_vision(kind: str, folder: Path) -> VisionModel:
-    """Write the files of a text model and its projector; skips the test for an older release."""
+    """Write the files of a text model and its projector; skip the test if this release cannot read
+    them.
+    """
     need_images()
     if kind == "causal":
         path = folder / "llama.gguf"

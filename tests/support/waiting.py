@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until a condition holds; fails after so many seconds."""
+    """Wait until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it takes too long"
@@ -16,7 +16,7 @@ def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 async def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait in an event loop until a condition holds; fails after so many seconds."""
+    """Wait in an event loop until a condition holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it takes too long"

@@ -1,4 +1,4 @@
-"""Write model files of every weight type."""
+"""Write model files with weights of every type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare the weights of converted files."""
+"""Compare the weights of converted files with their sources."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
 
 
 def assert_weights_are(path: Path, model: I2sModel) -> None:
-    """Assert that ternary values and scales are equal, bit for bit."""
+    """Assert that a converted file has the ternary values and scales of a model, to the bit."""
     weights = read_weights(path)
     for name, ternary in model.ternary.items():
         assert np.array_equal(weights[f"{name}.weight"], ternary), name

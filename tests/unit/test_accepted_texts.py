@@ -1,4 +1,6 @@
-"""A text that a server has accepted is on the disk until it was read, and has one server."""
+"""A text that a server has accepted stays on the disk until it was read, and belongs to one
+server.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ BOOK = DocumentId("", "", "book")
 
 @contextmanager
 def taken_elsewhere(path: Path) -> Iterator[None]:
-    """Let another process own a text, which dies at the end."""
+    """Let another process own a text; the process is killed at the end."""
     with python_process(OTHER_SERVER, path) as other:
         assert line_of(other) == "True"
         yield
@@ -53,7 +55,8 @@ def taken_elsewhere(path: Path) -> Iterator[None]:
     ],
 )
 def test_a_text_comes_back_as_it_was_sent(tmp_path: Path, accepted: Accepted) -> None:
-    (tmp_path / ".x.01234567.part").touch()  # A process was killed while it wrote.
+    # This file is left by a process that was killed while it wrote.
+    (tmp_path / ".x.01234567.part").touch()
     kept = AcceptedText.write(tmp_path / "x", accepted)
     assert read_accepted(tmp_path / "x") == accepted
     if is_there("os.fchmod"):
@@ -155,7 +158,8 @@ def test_texts_that_wait_are_counted_by_the_limit_of_documents(tmp_path: Path) -
     folder.make_room_for_text(tmp_path / "c.kv", 1000)
     assert len(list(tmp_path.glob("*.kv"))) == 2
     (tmp_path / "c.kv.text").write_bytes(b"x" * 1000)
-    folder.make_room_for_text(tmp_path / "c.kv", 1000)  # It replaces the same file.
+    # This text replaces the file of the same document.
+    folder.make_room_for_text(tmp_path / "c.kv", 1000)
     assert len(list(tmp_path.glob("*.kv"))) == 2
     folder.make_room_for_text(tmp_path / "d.kv", 1000)
     assert len(list(tmp_path.glob("*.kv"))) == 1

@@ -101,7 +101,9 @@ PIECES = {
 
 @pytest.mark.parametrize("name", PIECES)
 def test_an_invalid_body_of_any_size_is_refused_by_its_first_errors(name: str) -> None:
-    """A body of 4 MiB took a minute and 5.5 GB: each of its errors was kept and written out."""
+    """An invalid body of any size is refused in little time and memory, with its first errors
+    only.
+    """
     model, around, piece = PIECES[name]
     body = (around % ",".join([piece] * (2_000_000 // len(piece)))).encode()
 
@@ -117,7 +119,7 @@ def test_members_of_objects_are_counted_before_they_are_checked() -> None:
     many = {f"{i:x}": 0 for i in range(MOST_VALUES)}
     with pytest.raises(RequestError, match="50,000 objects, lists and members"):
         check_values(many)
-    check_values([7] * 500_000)  # A body has room for so many tokens.
+    check_values([7] * 500_000)  # A body of the largest size has room for this many tokens.
 
 
 @pytest.mark.parametrize("depth", [129, 150, 250, 100_000])
@@ -188,7 +190,9 @@ def test_waiting_is_counted_in_jobs() -> None:
 def test_a_job_that_missed_the_call_to_stop_is_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A call to stop is lost between the job's last check and its waiting for room."""
+    """A job that misses a call to stop, between its last check and waiting for room, is called
+    again.
+    """
     calls: list[Answering] = []
     interrupted = threading.Event()
 
@@ -242,7 +246,7 @@ def test_who_looks_at_the_model_waits_for_no_answer() -> None:
 
 
 def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
-    """The decode that it waits for is called off."""
+    """An answer whose decode is interrupted because the server ends is refused."""
     engine = engine_of()
     begun = threading.Event()
 
@@ -265,7 +269,9 @@ def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
 
 
 def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that ends while it is being stopped makes room for another one in the same model."""
+    """A job that ends while it is being stopped does not pass the stop on to the next job of the
+    model.
+    """
     engine = engine_of()
     stopped: list[Any] = []
 
@@ -306,7 +312,8 @@ def test_seconds_of_a_request_go_by_while_it_waits() -> None:
         with pytest.raises(RequestError) as caught:
             await engine.generate_all([Job(lambda _: None, None, None)])
         assert caught.value.status_code == 504
-        assert engine.running  # Its turn would not have come yet.
+        # The first request is still running, so that the second one had to wait for it.
+        assert engine.running
         release.set()
         await first
 
@@ -390,7 +397,7 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
 
 
 def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
-    """With a single model, the turn was once taken before the body had arrived."""
+    """A slow upload holds no place in the queue of a model before its body has arrived."""
     engine = engine_of(client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
@@ -407,7 +414,7 @@ def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
 
 
 def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
-    """A request that has left gets no turn, for which its conversation would be loaded."""
+    """A request whose client has left gets no turn, and so its conversation is not loaded."""
     engine = engine_of()
     release = asyncio.Event()
     inside = []

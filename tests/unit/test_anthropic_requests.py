@@ -15,7 +15,7 @@ def chat_fields(*messages: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_results_come_before_what_the_user_says_and_images_of_results_with_it() -> None:
-    """Templates show results behind the call, and images only of users."""
+    """A template shows results right after their call, and images only in messages of users."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
     result = {
         "type": "tool_result",
@@ -51,7 +51,9 @@ def test_what_the_model_said_has_its_thoughts_and_calls() -> None:
 
 
 def test_the_number_that_a_client_changes_in_every_request_is_left_out() -> None:
-    """Otherwise no prompt of Claude Code would begin like the one before."""
+    """A number that changes in every request is removed, so that prompts of Claude Code begin
+    alike.
+    """
     line = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};You are"
     first, second = (
         chat_fields({"role": "user", "content": "a"}, system=[{"type": "text", "text": text}])

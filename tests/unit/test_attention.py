@@ -65,8 +65,8 @@ def test_v_cannot_be_more_than_the_k_that_it_is_a_part_of() -> None:
 def test_layers_that_attend_to_the_same_entries(
     kernel: str, kv_type: str, n_readers: int, group: int, window: dict[str, Any]
 ) -> None:
-    """Each layer sees everything that the first one sees, and what they give to an entry
-    adds up.
+    """Layers that share K and V see every entry, and the attention that they give to an entry adds
+    up.
     """
     layer = Layer(kernel, kv_type, group=group, readers=n_readers, slack=2.0, **window)
     layer.check([70, 1, 5, 1, 1, 1, 130])
@@ -132,7 +132,9 @@ def test_logits_that_fall_with_the_distance(
 
 @pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 71])
 def test_slopes_are_those_of_alibi(n_head: int) -> None:
-    """Powers of 2^(-8/n), for other numbers of heads every second one of twice as many."""
+    """Slopes are powers of 2^(-8/n); if n is no power of two, the other heads take every second
+    slope of twice as many.
+    """
     power = 2 ** int(np.log2(n_head))
     whole = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
     between = 2.0 ** (-4.0 / power * np.arange(1, 2 * power, 2))
@@ -167,7 +169,9 @@ def test_importance_of_an_observation_window(
 def test_importance_by_other_measures(
     kernel: str, kv_type: str, measure: str, window: dict[str, Any], softcap: float
 ) -> None:
-    """Entries that a query does not see get nothing from it; |q.k| is of what softmax sees."""
+    """By other measures, too, an entry gets nothing from queries that do not see it; |q.k| is taken
+    after the soft cap.
+    """
     layer = Layer(
         kernel, kv_type, measure=measure, decay=0.99, observation_window=80, group=3, **window
     )
@@ -195,7 +199,9 @@ def test_entropy_of_equal_logits_is_the_logarithm_of_what_is_seen(
 @each_type
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 def test_large_logits(kernel: str, kv_type: str, softcap: float) -> None:
-    """Logits are far beyond what e^x can represent: softmax nearly selects a single entry."""
+    """Logits far beyond what e^x can represent give finite results; softmax nearly selects a single
+    entry.
+    """
     # Float32 logits of 1000 have an error of 1e-4, and so have weights if two logits are close. A
     # query rounded to 16-bit integers (q8_0) changes them by another 1e-2, keys rounded to 8 bits
     # by several.
@@ -212,7 +218,9 @@ def test_large_logits(kernel: str, kv_type: str, softcap: float) -> None:
 @each_type
 @pytest.mark.parametrize("size", [1e6, 1e30, np.inf])
 def test_huge_keys_and_values_are_stored_finite(kernel: str, kv_type: str, size: float) -> None:
-    """An infinity in the store would turn every later row into NaN."""
+    """Huge keys and values are stored as the largest finite number, because an infinity would turn
+    later rows into NaN.
+    """
     largest = F16_LARGEST if kv_type == "f16" else min(size, F16_LARGEST * 127)
     layer = Layer(kernel, kv_type, n_head_kv=1, group=1, k_dim=32, v_dim=32)
     ones = np.ones((2, 1, 32), np.float32)
@@ -243,7 +251,7 @@ def test_rounding_of_the_oracle() -> None:
         round_f16(values), [1.0, 1.0, 1.0 + 2**-9, 65504.0, -65504.0, 0.0, 2**-24]
     )
     row = np.zeros((1, 64))
-    # The scale is 1: halves are rounded away from zero.
+    # With a scale of 1, halves are rounded away from zero.
     row[0, :5] = [127.0, 0.5, -0.5, 1.49, -2.5]
     row[0, 32] = 63.5  # This block has a scale of a half.
     row[0, 33] = 0.26

@@ -1,4 +1,4 @@
-"""A budget is parsed, and planned as entries, cells and bytes."""
+"""A budget is parsed, and planned in entries, cells and bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_flat_plan_is_that_of_the_oracle(
 def test_the_recency_score_keeps_the_newest_as_streaming_does(
     positions: list[int], keep: int
 ) -> None:
-    """README_ENTROPY_KV's score falls with the distance, its bonus included."""
+    """The score `recency` keeps the newest entries, as `streaming` does, because it falls with the
+    distance.
+    """
     plans = [
         _core.plan_flat_eviction(positions, keep, kind, n_sinks=1, recent_window=1)
         for kind in (_core.ScoreKind.streaming, _core.ScoreKind.recency)
@@ -132,7 +134,8 @@ def test_a_headwise_plan_fits_its_bytes_and_its_pool(n_bytes: int, n_ctx: int, k
     pages = [per_page[0]] * 2 + [per_page[1]] * 4
     reference.check_shares(flat, plan.mean_entries, n_ctx, plan.protection.entries, pages)
     more = sum(_core.pages_for(plan.mean_entries + 1, n) for n in pages) * plan.page_bytes
-    assert plan.mean_entries == n_ctx or more > n_bytes  # No budget is wasted.
+    # The plan wastes no part of the budget: another page would exceed it.
+    assert plan.mean_entries == n_ctx or more > n_bytes
 
 
 @given(st.floats(0.05, 1.0), st.integers(256, 4096))

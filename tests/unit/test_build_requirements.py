@@ -69,7 +69,9 @@ def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_the_users_llama_cpp_python_counts_and_not_the_builds(tmp_path: Path) -> None:
-    """Pip shows its own packages to a build through PYTHONPATH."""
+    """The llama-cpp-python that the user has is found, even if pip shows another one to the build
+    by PYTHONPATH.
+    """
     fake = tmp_path / "llama_cpp"
     (fake / "lib").mkdir(parents=True)
     (fake / "__init__.py").touch()

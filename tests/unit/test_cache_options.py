@@ -42,7 +42,9 @@ def test_the_names_of_arguments_are_those_of_the_fields() -> None:
 
 @pytest.mark.parametrize("name", option_types.SECTIONS)
 def test_types_of_options_are_written_from_their_declarations(name: str) -> None:
-    """If this fails, run `python -m tests.support.option_types`."""
+    """The types of options are those of their declarations; `python -m tests.support.option_types`
+    writes them.
+    """
     assert option_types.rewritten(name) == (option_types.PACKAGE / name).read_text("utf-8")
 
 
@@ -76,7 +78,8 @@ def test_the_command_line_has_every_flag_and_its_default() -> None:
 
 def test_the_server_has_every_option_and_its_default() -> None:
     fields = pytest.importorskip("entropykv.server.options").ModelOptions.model_fields
-    of_llama = ("n_ubatch", "n_gpu_layers")  # llama_cpp.server has its own defaults.
+    # For these two, llama_cpp.server has defaults of its own.
+    of_llama = ("n_ubatch", "n_gpu_layers")
     for name, option in declared(CacheOptions).items():
         assert option.server_name in fields
         if name not in of_llama:
@@ -144,7 +147,7 @@ def test_checkpoints_of_one_conversation_need_a_pool_of_one(tiny_llama: Path) ->
         read.append(llm.kv_stats().prompt_tokens - before)
         assert texts[0] == texts[1]
         llm.close()
-    # Entries were evicted since, so that a session without checkpoints reads everything again.
+    # Entries were evicted, so a session without checkpoints reads everything again.
     assert read == [80, 0]
 
 
@@ -167,7 +170,9 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
 
 
 def test_a_resolved_config_says_what_a_session_follows(tiny_llama: Path) -> None:
-    """Every figure of the config, known before anything is loaded, equals that of the session."""
+    """Every figure of a resolved config, which needs no loaded model, equals that of the
+    session.
+    """
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
         CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
@@ -197,7 +202,9 @@ def test_resolving_refuses_options_that_contradict_each_other(tiny_llama: Path) 
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Frozen entries change the policy that auto chooses, and the micro-batch."""
+    """`plan` prints the policy and the micro-batch that a session uses, both of which depend on
+    freezing.
+    """
     common = ["plan", "-m", str(tiny_llama), "-c", "96", "--kv-budget", "0.5", "--json"]
     assert main(common) == 0
     alone = json.loads(capsys.readouterr().out)

@@ -1,4 +1,6 @@
-"""Choosing texts, averaging rows, reading results, showing profiles: no model needed."""
+"""Texts are chosen, rows averaged, results read and profiles shown correctly; no model is
+needed.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ def test_the_beginning_of_every_text_comes_first() -> None:
     assert more[:4] == excerpts
     assert len(more) == 1 + 5 + 3 + 2
     assert sum(len(excerpt.tokens) for excerpt in more) == 109
-    for excerpt in more:  # The halves consist of different texts.
+    for excerpt in more:  # The two halves consist of different texts.
         assert excerpt.half == next(e.half for e in excerpts if e.tokens[0] == excerpt.tokens[0])
 
 
@@ -96,7 +98,9 @@ def test_long_texts_are_joined() -> None:
 
 
 def test_mixed_texts_represent_as_many_texts_as_possible() -> None:
-    """A predictor that was fitted to code alone predicts prose badly."""
+    """Mixed texts come from as many files as possible, because a predictor of code alone predicts
+    prose badly.
+    """
     texts = [Text(letter, f"{letter * 9} " * 200) for letter in "abcdefgh"]
     sizes = {"n_sequences": 2, "seed": 0}
     found = long_sequences(texts, tokenize, length=4 * LEAST_PIECE, mixed=True, **sizes)
@@ -144,7 +148,9 @@ def test_impossible_settings_are_named(field: dict[str, Any]) -> None:
 
 
 def test_means_spread_and_stability() -> None:
-    """Row t of text n has entropy (n + 1) * (head + 1) * t / 100."""
+    """Mean, spread and stability are right for known entropies: (n + 1) * (head + 1) * t / 100 in
+    row t of text n.
+    """
     excerpts = [Excerpt(str(n), tuple([n] * 8), n % 2) for n in range(4)]
 
     def entropies(tokens: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The file of frozen entries: made, locked, recognised and removed."""
+"""The file of frozen entries is made, locked, recognised and removed correctly."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def refused(file: ColdFile, words: str) -> None:
 
 
 def rewritten(file: ColdFile, **change: Any) -> None:
-    """Write the same header with other fields and a correct digest."""
+    """Write the header of a file with other fields and a correct digest."""
     fields = {
         "magic": MAGIC,
         "version": VERSION,
@@ -243,7 +243,7 @@ def test_what_is_no_leftover_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
-    """The pipe is put there after the directory was listed."""
+    """A pipe that takes the place of a leftover file is neither waited for nor removed."""
     path = tmp_path / "entropykv-1-pipe.cold"
     os.mkfifo(path)
     assert not _remove_leftover(str(path))

@@ -1,5 +1,5 @@
-"""The file of frozen entries coexists with those of other processes: live, killed and starting
-ones.
+"""The file of frozen entries coexists with those of other processes, which live, were killed, or
+are starting.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_live_processes_side_by_side_and_one_that_was_killed(tmp_path: Path) -> 
     with python_process(SCRIPT + WAIT, tmp_path) as child:
         theirs, leftovers = line_of(child).split()
         assert leftovers == "0"
-        more = create(tmp_path)  # Even of this process's files, only unlocked ones are removed.
+        more = create(tmp_path)  # Of this process's own files, too, only unlocked ones are removed.
         assert more.n_leftovers == 0
         more.close()
         assert names(tmp_path) == sorted(Path(path).name for path in (ours.path, theirs))

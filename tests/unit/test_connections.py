@@ -48,7 +48,9 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
 
 @pytest.mark.parametrize("last", ["close", "keep-alive"])
 def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: str) -> None:
-    """The rest is too short to fill the send buffer, so that the server has nothing to wait for."""
+    """A client that does not read the end of an answer is disconnected, though the server could
+    send all of it.
+    """
 
     async def short(_: Any, __: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -75,7 +77,7 @@ def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: s
 
 @asynccontextmanager
 async def running(app: Any) -> AsyncIterator[tuple[uvicorn.Server, socket.socket]]:
-    """Serve an app whose clients have half a second to read; yields its server and its socket."""
+    """Serve an app whose clients have half a second to read; yield the server and its socket."""
     config = uvicorn.Config(
         app,
         port=0,

@@ -1,4 +1,6 @@
-"""JSON schemas, regular expressions and Lark grammars: what they allow, refuse and cost."""
+"""JSON schemas, regular expressions and Lark grammars allow and refuse the right texts, at limited
+cost.
+"""
 
 from __future__ import annotations
 
@@ -123,7 +125,7 @@ TEXTS = token_texts_of(WORDS, [END, STOP], [TAG], {"<tag>": TAG}.get)
 
 
 class Sampled:
-    """Call a sampler as llama.cpp does."""
+    """Call a sampler of a constraint as llama.cpp does."""
 
     def __init__(self, constraint: Constraint) -> None:
         self.sampler = ConstraintSampler(constraint, TEXTS)
@@ -159,7 +161,9 @@ def test_only_allowed_tokens_keep_their_logits_and_every_end_may_end_a_text() ->
 
 
 def test_a_text_never_ends_where_its_constraint_cannot_be_followed() -> None:
-    """The masks of llguidance would say that it ends."""
+    """A constraint that allows no token is refused, although llguidance's masks would allow the end
+    of the text.
+    """
     for constraint, text in (
         (Constraint.of("root ::= x\nx ::= root"), b""),
         (Constraint.of('root ::= root "a"'), b""),
@@ -214,7 +218,11 @@ def test_no_step_takes_long(constraint: Any, text: bytes) -> None:
 
 
 def test_a_text_ends_where_one_token_takes_too_long() -> None:
-    """Every list may be one of any alternative, so that the work grows with their number cubed."""
+    """A text whose next token takes too long is refused.
+
+    Every list here may be one of any alternative, so that the work grows with the cube of their
+    number.
+    """
     alternatives = [{"type": "array", "items": {"$ref": "#"}} for _ in range(290)]
     start = time.thread_time()
     with pytest.raises(SettingsError, match=r"for one token|ambiguous"):
@@ -235,7 +243,8 @@ def test_what_takes_long_to_compile_is_refused_by_a_trial(monkeypatch: pytest.Mo
         start = time.monotonic()
         with pytest.raises(SettingsError, match="to compile"):
             trials.check(constraint, lambda: None)
-        assert time.monotonic() - start < 30  # The first and the second take minutes.
+        # The first and the second constraint would take minutes.
+        assert time.monotonic() - start < 30
 
 
 def test_a_trial_ends_with_its_request_and_is_remembered() -> None:

@@ -11,7 +11,9 @@ from entropykv.llamacpp.context import decode_one_token
 
 
 def test_the_token_of_a_probe_lives_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of the token must not be reused by objects that are created meanwhile."""
+    """The memory of a probe's token is not reused by objects that are created before it is
+    decoded.
+    """
     seen = []
 
     def decode(_context: Any, batch: Any) -> int:

@@ -1,4 +1,6 @@
-"""Turns of conversations on one model: what is loaded and saved when, and what a client sees."""
+"""Turns of conversations on one model are loaded and saved at the right time, and clients see the
+right text.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from tests.support.fake_loaded_model import FakeLoadedModel
 
 @dataclass(eq=False)
 class FakeCache:
-    """Fake a prefix cache that keeps one conversation; its saved sessions are their texts."""
+    """Stand in for a prefix cache that holds one conversation; a saved session is its text."""
 
     text: str = ""
     caller: Caller | None = None
-    """Whose text it is."""
+    """The caller to whom the text belongs."""
     calls: list[str] = field(default_factory=list)
     broken: bool = False
 
@@ -54,7 +56,7 @@ class FakeCache:
         self.text, self.caller = path.read_text(encoding="utf-8"), caller
 
     def read(self, caller: Caller, text: str) -> None:
-        if caller != self.caller:  # It takes the place of another one.
+        if caller != self.caller:  # The conversation takes the place of another caller's.
             self.text, self.caller = "", caller
         self.text += text
 
@@ -99,7 +101,7 @@ def test_a_forgotten_conversation_is_loaded_again(tmp_path: Path) -> None:
     cache = FakeCache()
     conversations = conversations_of(tmp_path, cache)
     turn(conversations, cache, "a", "1")
-    cache.text = ""  # Another one has taken its place.
+    cache.text = ""  # Another conversation has taken its place.
     turn(conversations, cache, "a", "2")
     assert cache.text == "12"
 
@@ -122,10 +124,10 @@ def test_least_recently_used_go_first(tmp_path: Path) -> None:
     cache = FakeCache()
     conversations = conversations_of(tmp_path, cache, 25)
     left = []
-    # The second turn of conversation a makes its file 20 bytes long.
+    # The second turn of conversation `a` makes its file 20 bytes long.
     for number, name in enumerate("abac"):
         turn(conversations, cache, name, "x" * 10)
-        # File times are too coarse to order the files.
+        # The times of files are set, because they are too coarse to order the files.
         os.utime(conversations.path(named(name)), ns=(number, number))
         left.append("".join(name for name in "abc" if conversations.path(named(name)).exists()))
     assert left == ["a", "ab", "a", "c"]

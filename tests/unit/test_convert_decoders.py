@@ -1,4 +1,6 @@
-"""Models of other shapes than BitNet's are converted: llama, mistral, qwen2, qwen3; or refused."""
+"""Llama, mistral, qwen2 and qwen3 models with ternary weights are converted; other shapes are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def test_packed_directories_of_other_architectures(tmp_path: Path, model: I2sMod
     config = hf_config(model, tie_word_embeddings=False)
     source, target = write_hf(tmp_path / "hf", config, tensors), tmp_path / "o.gguf"
     convert(source, target, embedding_type="keep")
-    if model.arch == "qwen2":  # It is written as llama.
+    if model.arch == "qwen2":  # The file is written as llama.
         heads = {"attn_q": model.n_head, "attn_k": model.n_head_kv}
         weights = read_weights(target)
         for name, ternary in model.ternary.items():
@@ -116,7 +118,9 @@ def test_qwen2_from_either_source_is_the_same(tmp_path: Path) -> None:
 
 
 def test_biases_of_the_feed_forward_layer_are_divided_by_the_scale(tmp_path: Path) -> None:
-    """In the feed-forward layer, llama.cpp adds the bias before it multiplies by the scale."""
+    """Biases of the feed-forward layer are divided by the scale, because llama.cpp adds them before
+    it multiplies.
+    """
     bias = np.linspace(-1, 1, 96, dtype=np.float32)
     tensors = hf_tensors(LLAMA) | {"model.layers.0.mlp.up_proj.bias": bias}
     source = write_hf(tmp_path / "hf", hf_config(LLAMA), tensors)
@@ -230,7 +234,7 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_norms_in_projections_are_refused_by_name(tmp_path: Path) -> None:
-    """Microsoft's embedding models have them."""
+    """Norms within projections, which Microsoft's embedding models have, are refused by name."""
     tensors = hf_tensors(LLAMA) | {f"{Q_PROJ}.norm.weight": np.ones(64, np.float32)}
     source = write_hf(tmp_path / "hf", hf_config(LLAMA), tensors)
     refused(source, tmp_path / "o.gguf", "norm in every projection", UnsupportedModelError)

@@ -1,4 +1,4 @@
-"""Random damage to an I2_S file: converted or refused, and never a partial file."""
+"""A randomly damaged I2_S file is converted or refused, and never leaves a partial file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Hugging Face directories are converted: storages, refusals, random damage; torch is not
-needed.
-"""
+"""Hugging Face directories with any storage of weights are converted without torch, or refused."""
 
 from __future__ import annotations
 
@@ -62,7 +60,10 @@ def test_bitlinear_divides_by_its_scale(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("online", [True, False])
 def test_master_weights_are_quantised_unless_dense(tmp_path: Path, online: bool) -> None:
-    """For masters that are already ternary, the mean is not their scale, but the signs are kept."""
+    """Full-precision weights become ternary, or stay as they are for a dense type.
+
+    The mean of weights that are already ternary is not their scale, but their signs are kept.
+    """
     config = {**LINEAR, "quantization_mode": "online"} if online else None
     tensors = hf_tensors(TINY, packed=False)
     source = write_hf(tmp_path / "hf", hf_config(TINY, quantization_config=config), tensors)
@@ -222,8 +223,8 @@ def test_wrong_weights_are_named(tmp_path: Path) -> None:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
-    """Files are truncated, and bytes of config.json, tokenizer.json and the shard's header
-    changed.
+    """A directory with truncated files or changed bytes in its JSON and headers is converted or
+    refused.
     """
     source, target = tmp_path / "hf", tmp_path / "out.gguf"
     write_hf(source, hf_config(TINY), hf_tensors(TINY))

@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(tiny: Path, target: Path, old: bytes, new: bytes, offset: int = 0) -> Path:
-    """Return a copy with `new` at `offset` after the first `old`."""
+    """Write a copy of a file, with `new` at `offset` after the first `old`; return its path."""
     content = bytearray(tiny.read_bytes())
     start = content.index(old) + offset
     content[start : start + len(new)] = new

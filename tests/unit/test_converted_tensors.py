@@ -15,7 +15,8 @@ from tests.support.i2s_files import I2sModel
 from tests.support.weights import assert_weights_are, read_weights
 
 TINY = I2sModel(n_layer=1, n_embd=64, n_ff=96, n_head=2, n_head_kv=1, n_vocab=264)
-WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)  # Rows of 544 need Q4_0.
+# Rows of 544 values do not fill blocks of 256, so that they become Q4_0.
+WIDE = I2sModel(n_layer=1, n_embd=256, n_ff=544)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_metadata_moves_to_the_architecture_of_stock(tmp_path: Path, tiny: Path)
     assert not [name for name in values if name.startswith("bitnet-")]
     assert values["tokenizer.ggml.pre"] == "llama-bpe"
     assert values["entropykv.activation"] == "relu2"
-    assert values["general.file_type"] == 2  # Q4_0, because rows have 64 and 96 values.
+    assert values["general.file_type"] == 2  # The type is Q4_0, because rows have 64 and 96 values.
     assert values["tokenizer.ggml.tokens"][-1] == "<|end|>"
     assert len(values["tokenizer.ggml.tokens"]) == TINY.n_vocab
     assert values["tokenizer.ggml.merges"][0] == "a a"

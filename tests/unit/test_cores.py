@@ -1,4 +1,4 @@
-"""Usable cores are counted on machines that are simulated by files."""
+"""Usable cores are counted on machines that files simulate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write(path: Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Return a machine of twelve CPUs, two to a core, without limits."""
+    """Return a machine of twelve CPUs, two per core, without limits."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     for cpu in range(12):
         pair = f"{cpu % 6},{cpu % 6 + 6}"
@@ -127,7 +127,7 @@ class Times:
         self.pass_by(0.0)
 
     def pass_by(self, seconds: float, own: float = 0.0, others: float = 0.0) -> None:
-        """Let time pass, in which this process and others use so many cores."""
+        """Let `seconds` pass, in which this process uses `own` cores and others use `others`."""
         self.now += seconds
         self.own += seconds * own
         self.others += seconds * others

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "python" / "entropykv"
 PICTURE = ROOT / "docs" / "structure.md"
 
 BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
-"""Folders whose files are compiled once per instruction set, so that a class can exist several
+"""Folders whose files are compiled once per instruction set, so that a class may exist several
 times.
 """
 
@@ -50,11 +50,11 @@ def test_a_folder_includes_those_below_it(file: Path) -> None:
 
 
 def classes() -> Iterator[str]:
-    """Yield the classes of all files that are neither within another one nor private to a file."""
+    """Yield the classes of all files, except nested ones and those that are private to a file."""
     for file in FILES:
         if file.parent.name not in BY_INSTRUCTION_SET:
             text = file.read_text(encoding="utf-8")
-            # clang-format indents nothing in a namespace, and says where one without a name ends.
+            # clang-format does not indent namespaces, and marks where one without a name ends.
             code = re.sub(r"(?ms)^namespace \{$.*?^\}  // namespace$", "", text)
             yield from re.findall(r"(?m)^(?:class|struct) (\w+)[^;{(]*\{", code)
 

@@ -1,4 +1,4 @@
-"""Loss curves, and the budgets made from them, equal those of the numpy oracle."""
+"""Loss curves, and the budgets from them, equal those of the numpy oracle."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def test_head_loss_is_that_of_the_oracle(
     np.testing.assert_allclose(loss.mass, mass, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(loss.dropped, dropped, rtol=1e-4, atol=1e-6)
     assert loss.whole == pytest.approx(whole, rel=1e-4)
-    assert loss.mass[-1] == 0.0  # More than there are entries: nothing is lost.
+    # The last number is more than there are entries, so nothing is lost.
+    assert loss.mass[-1] == 0.0
     assert loss.mass[0] > loss.mass[1] > loss.mass[2] > 0.0
 
 
@@ -89,7 +90,7 @@ def test_losses_of_a_layer_are_scaled_to_its_damage() -> None:
     knots, losses = scaled.knots(64, 60)
     assert (knots, losses[2::3]) == ([0.0, 8.0, 60.0], [0.0] * 6)
     of_heads = np.array(losses).reshape(3, 2, 3)
-    # The heads of the first and the last layer lose 25 and 8 together.
+    # The squared errors of the first layer add up to 25, those of the last one to 8.
     expected = np.square(error) * np.array([0.5 / 25, 0.0, 2.0 / 8])[:, None, None]
     np.testing.assert_allclose(of_heads[:, :, :2], expected / expected.max())
     assert plain.knots(64, 60)[1][0] == 9.0

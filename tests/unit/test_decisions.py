@@ -1,4 +1,4 @@
-"""Pure decisions are right: which entries survive, and how weights become shares."""
+"""Decisions are right: which entries survive, and how weights become budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def survivors(*arguments: Any) -> list[int]:
         ([5, 1, 4, 2, 3], 9, 0, 0, [0, 1, 2, 3, 4]),
         ([1, 9, 9, 9, 1], 2, 0, 0, [1, 2]),  # Of equal scores, the first index survives.
         ([1, 9, 9, 9, 1], 3, 1, 1, [0, 1, 4]),
-        ([9, 9, 9, 9, 9], 0, 1, 2, [0, 3, 4]),  # More entries are protected than may stay.
+        ([9, 9, 9, 9, 9], 0, 1, 2, [0, 3, 4]),  # More entries are protected than `keep` allows.
         ([0, 0, 0, 0, 0], 0, 0, 0, []),
         ([-3, -1, -2, -5, -4], 1, 0, 0, [1]),
     ],
@@ -47,7 +47,7 @@ scored = st.lists(
 def test_survivors_are_those_of_the_oracle(
     entries: list[tuple[float, int]], keep: int, n_sinks: int, recent: int
 ) -> None:
-    """Entries are not sorted by position."""
+    """Survivors are those of the oracle, also if entries are not sorted by position."""
     scores = np.array([score for score, _ in entries], np.float32)
     positions = np.array([position for _, position in entries], np.int64)
     newest = int(positions.max(initial=0))
@@ -59,7 +59,7 @@ def test_survivors_are_those_of_the_oracle(
 @pytest.mark.parametrize("n_dropped", [1, 16, 63, 64, 65, 250])
 @pytest.mark.parametrize("values", [7, 10_000], ids=["ties", "few ties"])
 def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, values: int) -> None:
-    """Selections that drop few entries and many have the same result."""
+    """Survivors of many entries are those of the oracle, whether few are dropped or most."""
     random = np.random.default_rng(n_dropped)
     n = 400
     scores = random.integers(0, values, n).astype(np.float32)
@@ -75,7 +75,9 @@ def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, values: int) 
 def test_an_eviction_makes_the_room_of_the_oracle(
     budget: int, n_new: int, n_sinks: int, share: float
 ) -> None:
-    """Large budgets have more room, small ones a quarter of what is not protected."""
+    """An eviction makes the room of the oracle: up to 64 entries, or a quarter of what is not
+    protected.
+    """
     n_sinks = min(n_sinks, budget)
     arguments = (budget, n_new, n_sinks, int(share * (budget - n_sinks)))
     kept = _core.entries_to_keep(*arguments)
@@ -128,7 +130,8 @@ def test_what_heads_with_a_limit_cannot_use_goes_to_the_others(
     by_curves = _core.share_by_curves(mean, most, floor, pages, knots, losses, limits)
     for budgets in (by_weights, by_curves):
         reference.check_shares(budgets, mean, most, floor, pages, limits)
-        # Except for rounding to whole pages, and within the pages of equal shares.
+        # Only rounding to whole pages may leave something, and never more pages than equal shares
+        # take.
         wanted = min(min(mean, most) * len(pages), sum(min(limit, most) for limit in limits))
         assert sum(budgets) >= wanted - 2 * sum(pages)
 
@@ -157,7 +160,8 @@ def test_the_head_of_another_weight_gets_no_less_or_no_more(
 
 def test_shares_follow_the_weights() -> None:
     budgets = _core.share_budget(100, 1000, 20, [4] * 4, [0.5, 0.5, 1.0, 2.0])
-    assert budgets == [60, 60, 100, 180]  # They get 20 + 80 * weight, which here are whole pages.
+    # Each head gets 20 + 80 * weight, which are whole pages here.
+    assert budgets == [60, 60, 100, 180]
     # A head that has all it can use leaves the rest to the others.
     assert _core.share_budget(100, 160, 20, [4] * 3, [1.0, 1.0, 8.0]) == [72, 68, 160]
 

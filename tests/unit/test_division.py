@@ -1,4 +1,4 @@
-"""Sequences of a pool divide its pages by need, by weights, and by what a page prevents."""
+"""Sequences of a pool get pages by need, by weight, and by the loss that a page prevents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from entropykv.policy.division import Claim, LossCurve, divide, parts_by_weight
 
 
 def curve(begin: float, *pieces: tuple[float, float]) -> LossCurve:
-    """Return a curve of pieces (pages, loss that a page prevents)."""
+    """Return a loss curve from `begin` pages on; each piece is (pages, loss that each of them
+    prevents).
+    """
     return LossCurve(begin, *(np.array(values, float) for values in zip(*pieces, strict=True)))
 
 
@@ -99,7 +101,7 @@ def test_no_page_is_given_twice_and_nobody_gets_less_than_is_sure(
         sure = part if claim.curve is None else min(part, claim.floor)
         assert share >= min(claim.needed, sure)
     wanted = sum(claim.needed for claim in claims)
-    # No page that somebody needs is left unused.
+    # No page is left that a sequence needs.
     assert sum(found) >= min(pages, wanted) - len(claims)
     if wanted <= pages:
         assert all(s >= c.needed for s, c in zip(found, claims, strict=True))
@@ -109,7 +111,7 @@ def test_no_page_is_given_twice_and_nobody_gets_less_than_is_sure(
 def test_pages_go_where_they_prevent_most(
     seed: int, n_heads: int, n_knots: int, part: float
 ) -> None:
-    """Against every single entry by itself, the one that prevents most first."""
+    """Pages prevent as much loss as the best single entries would, taken one by one."""
     random = np.random.default_rng(seed)
     scores = -np.sort(-random.random((n_heads, 40)), axis=1)
     knots = np.concatenate(

@@ -1,4 +1,4 @@
-"""What is written outside of the built pages leads somewhere, too, and says what the code is."""
+"""Texts outside of the built pages have links that work, and describe the code as it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.guide import GUIDE, blocks_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md")]
-"""Pages that mkdocs does not see; it checks the headings in links of those in docs/ itself."""
+"""Pages that mkdocs does not check; it checks links within docs/."""
 INSIDE = [*ROOT.glob("docs/**/*.md")]
 MOST_WORDS = 600
 REASON = re.compile(r"^<!-- not run: .+ -->$", re.MULTILINE)
@@ -40,14 +40,14 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 
 @pytest.mark.parametrize("page", INSIDE, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_of_the_docs_lead_to_files_of_the_repository(page: Path) -> None:
-    """Readers of the repository see no generated pages."""
+    """Links of the docs lead to files, because readers of the repository see no generated pages."""
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not link.startswith(("http://", "https://", "#")):
             assert (page.parent / link.partition("#")[0]).exists(), link
 
 
 def test_pages_of_the_guide_are_short() -> None:
-    """The guide is what to type and what one sees; the rest is in the background."""
+    """Pages of the guide are short: they say what to type and what one sees."""
     words = {
         page.name: len(page.read_text(encoding="utf-8").split()) for page in GUIDE.glob("*.md")
     }
@@ -66,7 +66,9 @@ def test_files_that_the_code_names_are_there() -> None:
 
 
 def test_what_the_guide_does_not_run_has_a_reason() -> None:
-    """A reason that is not directly before a block has no effect."""
+    """Every reason not to run a block stands directly before a block; elsewhere it would have no
+    effect.
+    """
     for page in GUIDE.glob("*.md"):
         reasons = [block for block in blocks_of(page) if block.reason is not None]
         assert len(reasons) == len(REASON.findall(page.read_text(encoding="utf-8"))), page.name
@@ -79,7 +81,7 @@ def test_decisions_are_listed() -> None:
 
 
 def test_the_version_stands_once() -> None:
-    """The changelog's newest section is that of the coming version, or of the current one."""
+    """The newest section of the changelog is that of pyproject.toml's version."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     version = re.findall(r'^version = "(.+)"$', project, flags=re.MULTILINE)
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -87,7 +89,9 @@ def test_the_version_stands_once() -> None:
 
 
 def test_pages_of_the_reference_come_from_the_code() -> None:
-    """It runs in a separate process, because the extra docs may not be installed."""
+    """The generated pages of the reference list what the code has; a process of its own makes
+    them.
+    """
     pytest.importorskip("mkdocs")
     script = (
         "import sys; sys.path.insert(0, 'docs'); import generated_pages as pages; "

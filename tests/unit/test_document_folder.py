@@ -1,4 +1,4 @@
-"""Documents in a directory of several processes: what one of them uses, none removes."""
+"""Of documents in a directory of several processes, none removes what another one uses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def test_a_document_that_was_replaced_while_in_use_is_held_as_it_is_now(tmp_path
 def test_a_use_is_noted_in_the_file_that_was_used_though_it_is_replaced_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has mapped the new file would lose it if it got the time of the old one."""
+    """A use is noted on the file that was used, not on one that has replaced it meanwhile.
+
+    The time of the old file would make another process drop the new one, which it has mapped.
+    """
     path = write(tmp_path, "book", 1)
     new = write(tmp_path, "new", 2)
     changed = new.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Replicas that do not see the documents of the others end with a sentence."""
+"""Replicas that do not see each other's documents end with a clear sentence."""
 
 from __future__ import annotations
 

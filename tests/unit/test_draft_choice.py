@@ -1,4 +1,4 @@
-"""Whether `auto` reads drafts depends on who computes the products of a model's weights."""
+"""`auto` reads drafts only if it pays with the products of a model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is drafted, and how much of it: n-grams of the text, and lengths that pay."""
+"""Drafts come from n-grams of the text, and are as long as pays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tokens(*values: int) -> Tokens:
 
 
 def longest_earlier(text: list[int]) -> int:
-    """How many tokens before an earlier place agree with the end of a text, at most 32."""
+    """Return how many tokens, at most 32, before some earlier place equal the end of a text."""
     agreed = (
         next(
             (n for n in range(min(end, 32) + 1) if n == end or text[end - n - 1] != text[-n - 1]), 0
@@ -81,7 +81,8 @@ def test_a_text_that_grows_is_indexed_as_if_it_came_at_once(pieces: list[list[in
         drafter.draft(text, 5)
         fresh = NgramDrafter()
         expected = fresh.draft(text, 5)
-        if len(fresh._latest) != len(drafter._latest):  # Other n-grams have the same hash then.
+        # A larger table gives other n-grams the same hash.
+        if len(fresh._latest) != len(drafter._latest):
             continue
         if len(text) > 3:
             assert drafter._longest_match(text) == fresh._longest_match(text)
@@ -90,7 +91,7 @@ def test_a_text_that_grows_is_indexed_as_if_it_came_at_once(pieces: list[list[in
 
 
 def row_of_a_table(number: int) -> list[int]:
-    """Twelve tokens of which four, those of a number, are others in every row."""
+    """Return twelve tokens, of which four depend on the number of the row."""
     return [*range(100, 104), number, *range(104, 107), number + 1, number + 2, 107, number + 3]
 
 
@@ -171,7 +172,7 @@ def test_cheap_tokens_are_drafted_and_dear_ones_are_not() -> None:
 
 
 def written(found: DraftLengths, drafts: list[int], text: list[int], times: int) -> None:
-    """Let drafts be made again and again; what follows is always the same."""
+    """Let the same drafts be made `times` times, each followed by the same text."""
     so_far = tokens()
     for _ in range(times):
         found.expect(so_far, drafts, SURE)
@@ -214,7 +215,7 @@ def test_drafts_before_a_rollback_are_not_compared_with_what_is_written_then() -
 
 
 def follow_rows(found: DraftLengths, n: int) -> Tokens:
-    """Write rows of ten tokens, of which one is another in every row; each row is drafted."""
+    """Write n rows of ten tokens that differ in one; each row is drafted as the row before it."""
     text = tokens(*range(10))
     for number in range(100, 100 + n):
         evidence = SURE._replace(source=len(text) - 10)
@@ -228,7 +229,7 @@ def follow_rows(found: DraftLengths, n: int) -> Tokens:
 def test_a_run_ends_where_its_source_differed_from_its_own() -> None:
     drafting = Drafting(NgramDrafter(), costs(0.2), 15)
     rng, steps = np.random.default_rng(0), []
-    # Rows have their numbers at other places, so the place in a run tells nothing.
+    # Rows have their numbers at different places, so that the place in a run says nothing.
     widths = rng.integers(4, 14, 8).tolist()
     text: list[int] = []
     for _ in range(20):
@@ -272,7 +273,7 @@ def test_drafts_that_cost_time_are_made_only_where_they_pay() -> None:
 
 
 class Dear:
-    """A drafter whose drafts take as long as a step, and are wrong."""
+    """Make wrong drafts that take as long as a step."""
 
     n_bytes = 0
     seconds_each = 0.002

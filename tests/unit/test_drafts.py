@@ -1,4 +1,6 @@
-"""Draft tokens in a store: wrong ones leave nothing behind, right ones are as if read alone."""
+"""Wrong drafts in a store leave nothing behind, and right ones have the results of single
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from entropykv import _core
 
 KERNELS = _core.available_kernels()
 N_HEAD_KV, GROUP, DIM = 3, 2, 32
-MOST_DRAFTS = 19  # An eviction leaves fewer places.
+MOST_DRAFTS = 19  # An eviction makes room for fewer tokens than this.
 MAX_TOKENS, MAX_ENTRIES = 512, 900
 SCALE = DIM**-0.5
 MEASURES = ["mass", "products", "attention", "largest", "recency"]
@@ -54,7 +56,7 @@ class Text:
         self.position = 0
 
     def read(self, n: int, n_wrong: int = 0, *, drafts: bool = False) -> Any:
-        """Read n tokens, all but the first as drafts where asked, and n_wrong wrong drafts."""
+        """Read n tokens and then n_wrong others; with `drafts`, all but the first are drafts."""
         rows = slice(self.position, self.position + n)
         k, v, q = self.k[rows], self.v[rows], self.q[rows]
         if n_wrong:
@@ -69,7 +71,7 @@ class Text:
         return output[:n]
 
     def held(self) -> list[Any]:
-        """All that the next token depends on, and what figures say."""
+        """Return everything on which the next token depends, and the counters."""
         heads = range(N_HEAD_KV)
         return [
             *(self.store.positions(0, head).tolist() for head in heads),
@@ -85,7 +87,9 @@ class Text:
 def test_right_drafts_are_as_tokens_that_were_read_alone(
     kernel: str, kv_type: str, measure: str
 ) -> None:
-    """Compare outputs, entries, importance, what was dropped, and the counters bit by bit."""
+    """Right drafts give outputs, entries, importance, losses and counters of single tokens, to the
+    bit.
+    """
     chance = np.random.default_rng([KERNELS.index(kernel), MEASURES.index(measure)])
     for seed in range(3):
         budgets = [int(n) for n in chance.integers(6, 90, N_HEAD_KV)]
@@ -106,7 +110,9 @@ def test_right_drafts_are_as_tokens_that_were_read_alone(
 
 
 def test_drafts_are_appended_to_pages_whose_other_owners_have_left() -> None:
-    """The first token of a run evicts, so that the others come into a page that was shared."""
+    """Drafts are appended correctly to a page whose other owners have left it, which happens when
+    the first token evicts.
+    """
     one, other = (Text(KERNELS[-1], "f16", [60, 75, 80], 1, "mass") for _ in "12")
     np.testing.assert_array_equal(one.read(200), other.read(200))
     while one.position < 400:
@@ -120,7 +126,9 @@ def test_drafts_are_appended_to_pages_whose_other_owners_have_left() -> None:
 
 @pytest.mark.parametrize("window", [8, 40])
 def test_a_window_evicts_nothing_while_drafts_are_read(window: int) -> None:
-    """What has left a window could not come back, so fewer drafts are read before an eviction."""
+    """A window drops nothing while drafts are read, because it could not come back; fewer drafts
+    are read instead.
+    """
     chance = np.random.default_rng(window)
     one, other = (Text(KERNELS[-1], "f16", [60, 45, 50], 1, "mass", window=window) for _ in "12")
     np.testing.assert_array_equal(one.read(40), other.read(40))
@@ -158,5 +166,5 @@ def test_the_log_of_what_drafts_change_is_counted() -> None:
     text.read(20)
     before = text.store.scratch_bytes
     text.read(MOST_DRAFTS, drafts=True)
-    log = MOST_DRAFTS // 4 * 4 * 60 * N_HEAD_KV  # These are its snapshots of importance.
+    log = MOST_DRAFTS // 4 * 4 * 60 * N_HEAD_KV  # The log holds snapshots of the importance.
     assert text.store.scratch_bytes - before > log

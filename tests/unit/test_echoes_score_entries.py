@@ -1,4 +1,4 @@
-"""Echoes, which repeat a chunk of text, score its entries, and are not kept."""
+"""Echoes, which repeat a chunk of text, score its entries but are not kept."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Text:
         return self.random.standard_normal((n, heads, DIM), dtype=np.float32) * np.float32(1.5)
 
     def read(self, n_text: int, n_echo: int, **options: Any) -> tuple[Floats, Floats]:
-        """Read a chunk and its echo; returns the outputs of the store and of the oracle, [reader,
-        token].
+        """Read a chunk and its echo; return the outputs of the store and of the oracle,
+        [reader][token].
         """
         n, position = n_text + n_echo, len(self.k)
         queries = [self.rows(n, N_HEAD_KV * GROUP) for _ in range(self.readers)]
@@ -81,8 +81,8 @@ class Text:
             for head in range(N_HEAD_KV):
                 heads = slice(head * GROUP, (head + 1) * GROUP)
                 for_head = Options(SCALE, window=self.window, **options).of_heads(heads)
-                # The oracle sums over query heads, but here the largest counts: use one head at a
-                # time.
+                # The oracle sums over query heads, but here the largest counts, so it gets one head
+                # at a time.
                 alone = [
                     attend_kv_head(
                         q[:, heads][:, g : g + 1],
@@ -123,7 +123,7 @@ def test_importance_is_the_largest_attention_of_the_echo(
         outputs, expected = text.read(n_text, n_echo, sinks=logits)
         np.testing.assert_allclose(outputs, expected, rtol=0, atol=tolerance)
         if n_text == 1 and n_echo == 0:
-            continue  # Some single tokens count for others.
+            continue  # By the interval of scoring, not every single token is scored.
         for head in range(N_HEAD_KV):
             np.testing.assert_array_equal(text.store.positions(0, head), np.arange(len(text.k)))
             importance = text.store.importance(0, head)
@@ -151,8 +151,8 @@ def test_the_budget_holds_what_the_echo_looked_for() -> None:
     q = np.zeros((120, N_HEAD_KV * GROUP, DIM), np.float32)
     for number, position in enumerate(sought):
         k[position, :, number] = 20.0
-        q[100 + number, :, number] = 20.0  # Each is a query of the echo.
-    q[60:70, :, 8], k[12:20, :, 8] = 20.0, 20.0  # Queries of the text do not count.
+        q[100 + number, :, number] = 20.0  # Each of these is a query of the echo.
+    q[60:70, :, 8], k[12:20, :, 8] = 20.0, 20.0  # These queries are of the text, and do not count.
     text.store.attend(0, q, k, k, SCALE, n_echo=40)
     for head in range(N_HEAD_KV):
         kept = text.store.positions(0, head)
@@ -223,7 +223,9 @@ def test_micro_batches_too_small_for_a_stretch_are_larger() -> None:
 
 
 def test_losses_of_an_echo_alone_are_relative_to_its_outputs() -> None:
-    """Values of ten times the size change neither the scores nor the relative losses."""
+    """Losses of an echo alone are relative to its outputs: larger values change neither them nor
+    the scores.
+    """
     random = np.random.default_rng(8)
     q, k, v = (
         random.standard_normal((160, heads, DIM), np.float32)

@@ -1,4 +1,4 @@
-"""Messages of errors are one line that any terminal and any log takes."""
+"""Messages of errors are one line, without characters that a terminal or a log would interpret."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_metrics_are_those_computed_by_hand() -> None:
     first = 0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25)
     second = 0.5 * math.log(0.5 / 0.1) + 0.5 * math.log(0.5 / 0.9)
     assert agreement.kl == pytest.approx((first + second) / 2, rel=1e-5)
-    assert agreement.top1 == 0.5  # Of equal logits, the first token counts.
+    assert agreement.top1 == 0.5  # Among equal logits, the first token is the choice.
     assert agreement.perplexity_ratio == pytest.approx(0.5 / 0.25, rel=1e-5)
 
 
@@ -156,7 +156,8 @@ def test_references_come_back_from_the_disk(
     monkeypatch.setattr(continuation.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(EntropyKVError, match="TMPDIR"):
         References(50, 1, 5)
-    with References(50, 2, 5, tmp_path / "kept") as references:  # Most of it is there.
+    # Only the missing rest needs space, so that the small disk is enough.
+    with References(50, 2, 5, tmp_path / "kept") as references:
         assert references.has("text")
 
 

@@ -1,4 +1,4 @@
-"""The log of an evaluation, and the rows that are made of its records."""
+"""The log of an evaluation is read back, and its records become the right rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The documents that the shipped model was trained on are consistent, and so are their
-questions.
-"""
+"""The documents that the shipped model was trained on, and their questions, are consistent."""
 
 from __future__ import annotations
 

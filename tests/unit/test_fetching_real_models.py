@@ -1,4 +1,6 @@
-"""`make models` says in one sentence what it cannot fetch, and keeps no file but the right one."""
+"""`make models` says in one sentence what it cannot fetch, and keeps only files with the right
+content.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ NAME = "gemma3-270m-q4_k_m"
 
 
 def write_package(folder: Path, package: str, version: str) -> None:
-    """Write a wheel that holds a part of a file, as those of the models do."""
+    """Write a wheel that holds a part of a file, as the wheels of models do."""
     stem = package.replace("-", "_")
     info = f"{stem}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{stem}-{version}-py3-none-any.whl", "w") as wheel:

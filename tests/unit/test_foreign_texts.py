@@ -1,4 +1,4 @@
-"""Names of control tokens in texts of others stay text, whatever a template makes of them."""
+"""Names of control tokens in texts that others wrote stay text, in any template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A form that contains a file is taken apart byte by byte, within limits of parts and seconds."""
+"""An uploaded form is split byte by byte, within limits of parts and seconds."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_large_form_takes_no_second_of_the_processor(data: bytes) -> None:
     body = form(named("file", data * ((16 << 20) // len(data))))
 
     def read() -> None:
-        with suppress(RequestError):  # It has too many parts.
+        with suppress(RequestError):  # The form has too many parts.
             fields_of(body, KIND)
 
     assert takes_less_than(1, read)

@@ -1,4 +1,4 @@
-"""The headwise store with cold storage does under random operations what the numpy oracle does."""
+"""Under random operations, the headwise store with cold storage does what the numpy oracle does."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def test_the_schedule_freezes_and_restores_as_the_document_says(
         for operation in todo:
             perform(pair, operation)
     except Undecided:
-        return  # The tokens before were checked.
+        return  # Rounding decides from here on; everything before was checked.
 
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_the_schedule_by_hand(kv_type: str) -> None:
-    """Every entry outside the window is detected in every step that sees it.
+    """With a threshold that every entry is below, an entry is frozen when the schedule by hand
+    says.
 
     The 4th detection freezes for one step, the 16th for two. An entry that is frozen at t for one
     step is not seen at t + 1, and restored for t + 2.
@@ -112,7 +113,7 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
             away.setdefault(int(position), []).append(pair.position - 1)
     assert not set(away) & set(range(N_SINKS))
     first = N_SINKS
-    # Its first detection is at first + 8; while it is frozen, it is not detected.
+    # The first detection is at first + 8; while the entry is frozen, it is not detected.
     start, times, detections = first + 8, [], 0
     step = start
     while step < 60:
@@ -126,9 +127,7 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
-    """After freezing, a rebase and restoring, keys equal those that were rebased without
-    freezing.
-    """
+    """Keys that are frozen, rebased and restored equal keys that are rebased without freezing."""
     rope = Rope(32)
     params = [_core.RopeParams(**rope._asdict())] * len(LAYERS)
     with tempfile.TemporaryFile() as file:
@@ -182,7 +181,7 @@ def test_no_room_changes_nothing() -> None:
     with tempfile.TemporaryFile() as file:
         store = store_of(Rules("streaming"), freeze_settings(descriptor=file.fileno()), ONE)
         store.set_budgets([20], pages_of([20], "f16", ONE), N_SINKS, RECENT)
-    # The descriptor is closed, so that nothing can be allocated.
+    # The file is closed, so that nothing can be allocated in it.
     rows = np.ones((30, 2, 32), np.float32)
     with pytest.raises(_core.ColdStorageError):
         store.attend(0, rows, rows[:, :1], rows[:, :1], 1.0)

@@ -1,4 +1,4 @@
-"""Settings of freezing have limits, come from options, and reach a session."""
+"""Settings of freezing have limits, can be given as options, and reach a session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from entropykv.settings.options import Budget, parse_bytes
 def test_the_defaults_are_the_document_s() -> None:
     freezing = Freezing()
     assert (freezing.window, freezing.rate) == (32, 2.0)
-    assert freezing.threshold is None  # The default depends on the measure: 0.5 for the document's.
+    # Without a value, the threshold depends on the measure: it is 0.5 for the document's.
+    assert freezing.threshold is None
     assert freezing.recall_interval == 1
     assert (freezing.where, freezing.directory, freezing.limit_bytes) == ("ram", None, None)
 
@@ -91,7 +92,7 @@ def test_frozen_entries_are_never_wider_than_the_store_s(cold: str, hot: str) ->
         with pytest.raises(SettingsError, match=f"{cold}, wider than the store's {hot}; use"):
             freezing.type_for(hot)
     assert Freezing().type_for(hot) == hot
-    assert freezing.type_for("auto") == cold  # The type of the store is not known yet.
+    assert freezing.type_for("auto") == cold  # The type of the store is not decided yet.
 
 
 def parsed(*arguments: object, policy: str | list[str] = "adaptive") -> Freezing | None:
@@ -111,7 +112,7 @@ def test_every_option_reaches_its_setting() -> None:
     everything = ("--freeze", "disk:x", "--freeze-limit", "1MiB", "--freeze-type", "q4_0")
     everything += ("--recall-interval", 3, *SCHEDULE, "--freeze-history", 9, "--recall-prompt", 70)
     expected = Freezing("disk:x", "1MiB", "q4_0", 3, 8, 0.25, 1.0, 9, 70)
-    # Each policy has options that are of no use for the other.
+    # Each policy ignores some options of the other, so both are given.
     assert parsed(*everything, policy=["uniform", "rolling-freeze"]) == expected
     for field in dataclasses.fields(Freezing):
         assert getattr(expected, field.name) != field.default, field.name
@@ -127,7 +128,8 @@ def test_policy_freeze_freezes_into_memory() -> None:
 
 def test_of_several_policies_all_freeze_or_only_those_that_always_do() -> None:
     mixed = ["uniform", "rolling-freeze"]
-    assert parsed(policy=mixed) is None  # A session of policy rolling-freeze freezes by default.
+    # A session of policy rolling-freeze freezes by default, so that nothing is set here.
+    assert parsed(policy=mixed) is None
     expected = Freezing(window=8, threshold=0.25, rate=1.0)
     assert parsed("--freeze", "ram", *SCHEDULE, policy=mixed) == expected
     with pytest.raises(SettingsError, match="--freeze-rate is of no use where nothing is frozen"):

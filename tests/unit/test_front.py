@@ -1,4 +1,4 @@
-"""The front passes requests to replicas, and tells them when a client has left."""
+"""The proxy in front of replicas passes requests on, and tells a replica when a client has left."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GET = {"type": "http", "method": "GET", "path": "/slots", "headers": []}
 
 
 class DiedError(Exception):
-    """Stand for Ray's error of a replica that has died."""
+    """Stand in for Ray's error of a replica that has died."""
 
 
 class Answer:
-    """Stand for the handle of the replicas; every answer sends the messages, and then fails or
-    goes on.
+    """Stand in for the handle of the replicas: each answer sends the messages, then fails or goes
+    on.
     """
 
     def __init__(self, *messages: dict[str, Any], died: bool) -> None:
@@ -40,7 +40,7 @@ class Answer:
 
 
 def sent_by(answer: Answer, *, stays: bool) -> list[dict[str, Any]]:
-    """Return what a client gets that waits, or leaves once the answer has begun."""
+    """Return what a client receives that waits for the end, or leaves once the answer has begun."""
     sent: list[dict[str, Any]] = []
 
     async def talk() -> None:

@@ -1,4 +1,4 @@
-"""Grammars of llama.cpp allow the right texts; other text is refused, and none takes long."""
+"""llama.cpp's grammars allow the right texts; wrong ones are refused, and none takes long."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_regular_grammar_allows_the_words_of_its_derivatives(words: Words) -> 
 def test_lexemes_never_take_what_belongs_to_the_next_ones(
     first: Words, second: Words, inner: Words
 ) -> None:
-    """The words are first^n inner second^n, so that most of their parts can be no lexemes."""
+    """Tokens of a lexer never take what belongs to the next part, here in words first^n inner
+    second^n.
+    """
     if NONE in (first, second, inner):
         return
     rules = f"root ::= one root two | in\none ::= {first.gbnf()}\ntwo ::= {second.gbnf()}\n"

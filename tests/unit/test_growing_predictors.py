@@ -1,4 +1,6 @@
-"""A predictor that is fitted again as lessons grow, by the definition over the entries."""
+"""A predictor that is fitted again as lessons grow has the weights of least squares over all
+entries.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +36,15 @@ class Entries:
 
 
 def lessons(*seen: Entries) -> list[tuple[int, Floats]]:
-    """Return the lessons of one layer."""
+    """Return the lessons of one layer: the number of entries, and their sums of products."""
     rows = np.concatenate([each.rows() for each in seen], axis=1)
     return [(rows.shape[1], np.einsum("hni,hnj->hij", rows, rows))]
 
 
 def fitted(*seen: Entries, n_known: int = 0) -> Floats:
-    """Return the weights by least squares over entries, with rows that pull towards 0; less if
-    they are averaged with those of `n_known` other entries.
+    """Return the weights of a ridge regression over the entries, computed from its definition.
+
+    The ridge is smaller if the weights are averaged with those of `n_known` other entries.
     """
     weights = []
     for head in range(N_HEADS):
@@ -79,7 +82,9 @@ def test_it_is_the_ridge_regression_of_all_lessons() -> None:
 
 
 def test_what_was_known_is_tested_with_what_is_new() -> None:
-    """The entries that the former predictor was fitted to do not count."""
+    """The correlation of a predictor is measured on new entries only, not on those that it was
+    fitted to.
+    """
     first, second, third = Entries(40, 1), Entries(30, 2), Entries(50, 3)
     growing = GrowingPredictor([VALUES], None)
     growing.grow(lessons(first))
@@ -125,7 +130,7 @@ def test_what_other_processes_have_learnt_is_averaged_in() -> None:
 
 
 def test_what_is_settled_is_averaged_with_what_comes_later() -> None:
-    """Lessons begin anew then, and each of them has a fit of its own."""
+    """After settle(), lessons begin anew, and their fit is averaged with the former one."""
     first, second = Entries(40, 1), Entries(80, 2)
     growing = GrowingPredictor([VALUES], None)
     growing.grow(lessons(first))
@@ -139,7 +144,9 @@ def test_what_is_settled_is_averaged_with_what_comes_later() -> None:
 
 
 def test_weights_of_texts_that_say_nothing_are_refused() -> None:
-    """A feature that hardly varies would explain the targets by a huge weight."""
+    """Texts in which a feature hardly varies are refused, because a huge weight of it would explain
+    the targets.
+    """
     first, odd = Entries(40, 1), Entries(40, 2)
     odd.x[:, :, 3] = 1e-3 * odd.y
     growing = GrowingPredictor([VALUES], None)
@@ -153,7 +160,9 @@ def test_weights_of_texts_that_say_nothing_are_refused() -> None:
 
 
 def test_features_that_vary_by_rounding_alone_are_left_out() -> None:
-    """Keys with a huge bias in a channel are 145 with a deviation of less than 0.1."""
+    """Features that vary only by rounding get no weight, such as a channel of keys with a huge
+    bias.
+    """
     entries = Entries(60, 1)
     entries.x[:, :, 2] = 145.0 + 0.05 * np.random.default_rng(5).standard_normal((N_HEADS, 60))
     growing = GrowingPredictor([VALUES], None)

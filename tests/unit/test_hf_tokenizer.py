@@ -1,5 +1,5 @@
-"""Byte-level BPE and sentencepiece tokenizers of Hugging Face directories are converted; other,
-damaged and missing ones are refused.
+"""Byte-level BPE and sentencepiece tokenizers of Hugging Face directories are converted; others are
+refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LLAMA3 = (
 
 
 def split_first(*patterns: str, **last: Any) -> dict[str, Any]:
-    """Return a pre_tokenizer that splits at regular expressions, then into bytes."""
+    """Return a pre_tokenizer that splits at regular expressions, and then into bytes."""
     steps = [{"type": "Split", "pattern": {"Regex": pattern}} for pattern in patterns]
     return {
         "type": "Sequence",
@@ -105,20 +105,20 @@ PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
 
 
 def sentencepiece_model(model_type: int, pieces: list[tuple[str, float, int]] = PIECES) -> bytes:
-    """Return the protobuf message, assembled field by field."""
+    """Return a sentencepiece model as protobuf bytes, written field by field."""
     content = b""
     for text, score, kind in pieces:
         encoded = text.encode()
         piece = b"\x0a" + bytes([len(encoded)]) + encoded + b"\x15" + struct.pack("<f", score)
         piece += b"\x18" + bytes([kind])
         content += b"\x0a" + bytes([len(piece)]) + piece
-    # It ends with a vocab_size of 32000.
+    # The message ends with a vocab_size of 32000.
     trainer = b"\x18" + bytes([model_type]) + b"\x20" + b"\x80\xfa\x01"
     return content + b"\x12" + bytes([len(trainer)]) + trainer
 
 
 def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    """The sentencepiece file is used next to a tokenizer.json that is not byte-level, as in
+    """The sentencepiece file is used if the tokenizer.json beside it is not byte-level, as in
     1bitLLM's models.
     """
     config = hf_config(TINY, bos_token_id=1, eos_token_id=2)

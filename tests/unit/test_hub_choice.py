@@ -1,4 +1,4 @@
-"""Which file of a repository is the model: decisions that need no hub."""
+"""The file of a repository that is the model is chosen correctly; no hub is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A text records its images, and how far RoPE's positions lag behind after them."""
+"""A text records its images, and by how much RoPE's positions are smaller after them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from entropykv.session.sequence import ImageSpans, TokenSequence, is_placeholder
 def test_spans_grow_are_cut_and_copied() -> None:
     spans = ImageSpans()
     spans.note(5, 0, 8, behind=6)
-    spans.note(13, 8, 4, behind=6)  # This is the rest of the same image.
+    spans.note(13, 8, 4, behind=6)  # These tokens are the rest of the same image.
     spans.note(20, 0, 12, behind=8)
     assert [(span.start, span.end) for span in spans] == [(5, 17), (20, 32)]
     assert (spans.lag, spans.lag_before(20), spans.lag_before(5)) == (14, 6, 0)

@@ -1,4 +1,4 @@
-"""Texts to fill in get the tokens that the model was trained on, and other models refuse them."""
+"""Texts to fill in get the tokens that the model was trained on; other models are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_further_texts_are_named_if_the_model_knows_files() -> None:
     assert found[1] == PROJECT
     first = found.index(FILE)
     assert found[first : first + 4] == [FILE, *b"x\ny"]
-    assert found.count(FILE) == 2  # The second one is that of the text itself.
+    assert found.count(FILE) == 2  # One of the two belongs to the text itself.
     assert tokens_of(files=False, input_extra=extra) == [BOS, *b"y\n\n", BEFORE, AFTER, BETWEEN]
 
 

@@ -1,4 +1,4 @@
-"""Texts that nobody reads are kept outside the pool: bytes, limits, files, who leaves first."""
+"""Texts outside the pool obey their limits of bytes and files, and leave in the right order."""
 
 from __future__ import annotations
 
@@ -47,12 +47,13 @@ def test_what_is_parked_comes_back_as_often_as_it_is_taken(on_disk: bool, tmp_pa
         assert (taken.position, taken.shift, taken.evicted, taken.entries) == (17, 4, 3, [[1, 2]])
         assert taken.recalls_now
         assert taken.whole_from == swapped.tier.state.whole_from == 9
-        taken.sections[0][:1] = b"F"  # The code that loads it may change it.
-    assert list(tmp_path.iterdir()) == []  # The file has no name.
+        taken.sections[0][:1] = b"F"  # The code that loads the text may change its sections.
+    # The file was unlinked, so that the directory shows nothing.
+    assert list(tmp_path.iterdir()) == []
     copy = kept_texts.copy(swapped, KeptText(text()))
     assert saved(copy) == saved(swapped)
     assert kept_texts.swapped_bytes == 2 * sum(map(len, SECTIONS))
-    kept_texts.drop(swapped)  # The copy owns the same bytes, and keeps them.
+    kept_texts.drop(swapped)  # The copy shares the bytes, and keeps them.
     assert [bytes(section) for section in saved(copy).sections] == SECTIONS
     kept_texts.drop(copy)
     assert kept_texts.swapped_bytes == len(kept_texts.swapped_out) == 0
@@ -93,7 +94,7 @@ def test_impossible_places_and_limits_are_refused(where: str, limit: str | int |
 
 
 class Pages:
-    """Stand for pages of the pool."""
+    """Stand in for pages of the pool."""
 
     shift = 4
     n_bytes = 2
@@ -122,7 +123,8 @@ def test_checkpoints_leave_the_pool_before_idle_sessions_each_by_their_last_use(
     idle = [hold(kept_texts, n, is_checkpoint=False) for n in (30, 31)]
     checkpoints = [hold(kept_texts, n, is_checkpoint=True) for n in (40, 41)]
     found, position = kept_texts.nearest(range(40), None, Demand(is_cut=False))
-    assert (found, position) == (checkpoints[0], 39)  # It is used now; its logits are not known.
+    # This was the last use of it; it cannot serve 40 tokens, because its logits are not known.
+    assert (found, position) == (checkpoints[0], 39)
     turns = [checkpoints[1], checkpoints[0], *idle]
     for n_left in range(1, 5):
         assert kept_texts.make_room()

@@ -63,7 +63,9 @@ def test_impossible_biases_are_refused(
 
 
 def biases(n_heads: int, k_dim: int) -> Array:
-    """Return biases that are large in a few channels, other ones for each KV head."""
+    """Return biases [n_heads][k_dim] that are large in a few channels, which differ between KV
+    heads.
+    """
     bias = np.random.default_rng(7).standard_normal((n_heads, k_dim)).astype(np.float32)
     for head in range(n_heads):
         bias[head, [1 + head, k_dim // 2 + head]] = 150.0, -90.0
@@ -78,7 +80,7 @@ def centres(bias: Array) -> Array:
 def centred(kernel: str, kv_type: str = "q8_0", *, is_centred: bool = True, **shape: Any) -> Layer:
     bias = biases(shape.get("n_head_kv", 2), shape.get("k_dim", 64))
     of = centres(bias) if is_centred else None
-    # The rounding of queries, too, is relative to their largest value, times its unit.
+    # The rounding of a query is also relative to its largest value times its unit.
     return Layer(kernel, kv_type, key_bias=bias, key_centres=of, slack=8.0, **shape)
 
 
@@ -92,7 +94,9 @@ def test_attention_is_that_over_the_keys_as_they_were(kernel: str, k_dim: int, g
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sinks_slopes_and_windows(kernel: str) -> None:
-    """Logits of sinks, which are no entries, are compared with those of keys with their biases."""
+    """Logits of attention sinks, which are no keys, are compared with logits of keys with their
+    biases.
+    """
     sinks = np.array([30.0, -20.0, 3.0, 0.0], np.float32)
     slopes = np.array([0.5, 0.1, 0.0, 0.02], np.float32)
     centred(kernel, window=50, query_size=0.1).check([70, 1, 5], sinks=sinks, slopes=slopes)
@@ -100,7 +104,7 @@ def test_sinks_slopes_and_windows(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_biases_cost_no_precision(kernel: str) -> None:
-    """With a budget for everything, q8_0 is as precise as the other channels allow."""
+    """Large biases cost q8_0 no precision in the other channels."""
     errors = {}
     for is_centred in (True, False):
         layer = centred(kernel, is_centred=is_centred, query_size=1.0)
@@ -185,7 +189,8 @@ def test_centres_that_do_not_fit_are_refused(of: Array, measure: str) -> None:
 
 
 def test_oracle_subtracts_the_mean_of_the_rotated_bias() -> None:
-    rope = reference.Rope(2, freq_base=1.0, freq_scale=np.pi / 2)  # Four positions are a turn.
+    # Four positions make a whole turn.
+    rope = reference.Rope(2, freq_base=1.0, freq_scale=np.pi / 2)
     of = reference.key_centre(np.array([3.0, 4.0, 9.0]), np.zeros(3), rope, 1.0)
     np.testing.assert_allclose(of.centre, [0.0, 0.0, 9.0], atol=1e-9)
     np.testing.assert_allclose(of.unit[:2], (25 / 2) ** (0.75 / 2))

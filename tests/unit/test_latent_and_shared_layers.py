@@ -31,7 +31,7 @@ N_HEAD, N_HEAD_KV = 4, 2
 
 @dataclass
 class Layer:
-    """Hold one layer in the store and in the oracle, with a budget."""
+    """Hold one layer with a budget, in the store and in the oracle."""
 
     rules: Rules
     budget: int
@@ -44,7 +44,7 @@ class Layer:
     store: _core.HeadwiseStore = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with both empty."""
+        """Start with an empty store and empty oracles."""
         self.random = np.random.default_rng(self.budget)
         shape = _core.LayerShape(
             N_HEAD, N_HEAD_KV, self.k_dim, self.v_dim, latent=self.latent, readers=self.readers
@@ -152,7 +152,7 @@ def test_what_is_kept_is_what_the_oracle_keeps(
 
 @pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2)])
 def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
-    """Squared outputs that would be lost are relative to those of every reader."""
+    """Losses of squared outputs are relative to the outputs of all readers."""
     rules = Rules("mass", "f16", N_SINKS, RECENT, decay=0.9, by_values=True)
     layer = Layer(rules, MAX_ENTRIES, latent, readers)
     knots = [0, 4, 16, 40]
@@ -167,7 +167,9 @@ def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
 
 
 def test_v_that_is_a_part_of_k_takes_no_bytes() -> None:
-    """An entry of multi-head latent attention consists of 576 values, position and importance."""
+    """V that is a part of K takes no bytes: an entry of MLA is 576 values, a position and an
+    importance.
+    """
     for kv_type, value_bytes in (("f16", 2.0), ("q8_0", 34 / 32)):
         latent = _core.LayerShape(16, 1, 576, 512, latent=True)
         page_bytes, (per_page,) = _core.page_geometry([latent], kv_type)

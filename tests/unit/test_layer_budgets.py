@@ -1,4 +1,4 @@
-"""Heads of a layer choose together, and layers get budgets by their entropy."""
+"""Heads of a layer can choose together, and layers get budgets by their entropy."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def test_heads_of_a_layer_choose_together(
     shared: bool,
     seed: int,
 ) -> None:
-    """Heads of a layer choose by the sum of what they observed; half of the budget is for sinks and
-    recent window.
-    """
+    """The KV heads of a layer keep the same entries, by the sum of what their queries gave."""
     rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
     rules.observation_window = 128
     layers = Layers(rules, budgets, shared=shared, seed=seed)
@@ -124,7 +122,7 @@ def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     twin = LayerEntropies(Layers(Rules("mass"), [40] * 3).store, LAYERS, 400, POLICIES[policy].rule)
     layers.attend(1)
     online.observe(1, budgets_change=False)
-    assert online.budgets(plan) == shares  # The budgets have not changed yet.
+    assert online.budgets(plan) == shares  # The new state does not change the budgets yet.
     twin.load(online.state())
     assert twin.budgets(plan) == shares
     np.testing.assert_array_equal(twin.state(), online.state())

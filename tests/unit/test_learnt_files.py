@@ -1,4 +1,4 @@
-"""Files of what sessions have learnt: what is read back, what is refused, and whose they are."""
+"""Files of learnt predictors are read back; damaged ones and those of other models are refused."""
 
 from __future__ import annotations
 

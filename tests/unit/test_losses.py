@@ -1,4 +1,4 @@
-"""Stores measure what heads would lose with fewer entries."""
+"""Stores measure the losses of heads with fewer entries."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_losses_are_those_of_the_oracle(
 def test_losses_by_hand() -> None:
     assert _core.losses_at([3.0, 1.0, 4.0, 2.0], [0, 1, 3, 4, 9]).tolist() == [10, 6, 1, 0, 0]
     assert _core.losses_at([], [0, 2]).tolist() == [0, 0]
-    # The octaves of 2 and of 0.5 have means of 3 and 0.5: 3 ranks below 4 and above 1.
+    # The scores 2 and 3.5 of one octave count as their mean, 3, and so do those around 0.5: 3 ranks
+    # below 4 and above 1.
     assert _core.losses_at([4.0, 1.0], [0, 1, 2, 3], [2.0, 3.5, 3.5, 0.5, 0.0]).tolist() == (
         [14.5, 10.5, 7.5, 4.5]
     )
@@ -62,7 +63,8 @@ def test_measured_losses_are_those_of_the_oracle(
         np.testing.assert_allclose(actual, expected, rtol=5e-3, atol=1e-5 * expected.max())
     layers.store.measure_losses([])
     layers.attend(40)
-    assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()  # Nothing was measured.
+    # The second call measured nothing new.
+    assert (layers.store.losses().reshape(len(HEADS), -1) == actual).all()
     assert not np.allclose(layers.losses, expected, rtol=1e-3)
 
 
@@ -77,8 +79,8 @@ def same_losses(layers: Layers) -> bool:
 @pytest.mark.parametrize("measure", ["mass", "attention"])
 @pytest.mark.parametrize("decay", [0.9, 0.99, 1.0])
 def test_losses_count_what_was_dropped(measure: str, decay: float) -> None:
-    """Dropped entries count after any kind of eviction and in saved sessions, but not for another
-    text.
+    """Losses count entries that were dropped by any eviction and in saved sessions, but not those
+    of another text.
     """
     rules = Rules(measure, "f16", N_SINKS, RECENT, decay=decay, by_values=True)
     layers = Layers(rules, [60, 30, 90], knots=KNOTS)

@@ -29,7 +29,7 @@ def test_every_measure_has_a_row() -> None:
 
 
 def test_what_a_measure_means_is_not_guessed() -> None:
-    """Where Python also knows a property, it equals that of the table."""
+    """Properties of measures that Python also knows equal those of the C++ table."""
     facts = {m.name: (m.adds_up, m.of_echoes) for m in _core.measures()}
     assert facts == {
         "streaming": (False, False),
@@ -46,7 +46,7 @@ def test_what_a_measure_means_is_not_guessed() -> None:
 
 
 def test_an_unknown_measure_is_refused() -> None:
-    """An unknown measure must not be taken for another one."""
+    """An unknown measure is refused, and never taken for another one."""
     with pytest.raises(ValueError, match="a measure of importance that does not exist"):
         store_by(_core.ScoreKind(UNKNOWN))
     with pytest.raises(SettingsError, match="there is no measure 'weight' of importance"):

@@ -1,4 +1,4 @@
-"""The figures of several models are told apart, whatever the models are called."""
+"""Figures of several models are told apart, whatever characters their names have."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from entropykv.server.http.metrics import as_prometheus
 
 
 def registry(**loads: int) -> Any:
-    """Return a registry of models that are not loaded, with how often each was."""
+    """Return a registry of models that are not loaded; `loads` says how often each one was."""
     models = [
         SimpleNamespace(name=n, engine=None, estimate=None, loads=k) for n, k in loads.items()
     ]

@@ -1,4 +1,4 @@
-"""A server lists the models of a directory, of presets, and of the command line."""
+"""A server lists the models of a directory, of a file of presets, and of the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from entropykv.server.models.catalog import models_in, parts_of
 
 
 def catalog_of(*words: object) -> Any:
-    """Return what `entropykv serve` builds from these arguments: a catalog, or the options of one
+    """Return what `entropykv serve` makes of these arguments: a catalog, or the options of one
     model.
     """
     parser = CommandParser(prog="entropykv")
@@ -95,7 +95,7 @@ def test_several_models_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_several_models_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server of local models once said that huggingface_hub was missing."""
+    """Several local models need no huggingface_hub."""
     touch(tmp_path, "x.gguf", "y.gguf")
     file = preset(tmp_path, f"[local]\nmodel = {tmp_path / 'x.gguf'}\n[bitnet]\n")
     for name in [name for name in sys.modules if name.startswith("entropykv.hub")]:

@@ -1,4 +1,4 @@
-"""read_geometry: intact files, every named refusal, and damaged files, each refused in time."""
+"""read_geometry() reads intact files, and refuses damaged ones by name and in time."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def header_size(tiny: Path) -> int:
 
 
 def type_offset(path: Path, tensor: str) -> int:
-    """Return the offset of the type number of a tensor with two dimensions."""
+    """Return the offset in a file of the type number of a two-dimensional tensor."""
     return path.read_bytes().index(tensor.encode()) + len(tensor) + 4 + 16
 
 
@@ -247,7 +247,7 @@ def test_i2_s_files_are_told_apart(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_tensor_data_is_not_read(tmp_path: Path) -> None:
-    """8 GiB of weights that are a hole in the file cost neither time nor disk space."""
+    """Weights are not read: 8 GiB of them in a sparse file cost neither time nor disk space."""
     source = tmp_path / "source.gguf"
     write_llama(source, weight_type="F32")
     offset = source.read_bytes().index(b"token_embd.weight") + len(b"token_embd.weight") + 4

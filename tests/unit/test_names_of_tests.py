@@ -18,7 +18,7 @@ def modules(folder: Path) -> list[Path]:
 
 
 def test_no_two_modules_of_the_tests_have_the_same_name() -> None:
-    """A name such as test_store.py leads to one file only."""
+    """A name such as test_store.py belongs to one file only."""
     names = Counter(path.name for path in modules(TESTS))
     assert [name for name, count in names.items() if count > 1] == []
 

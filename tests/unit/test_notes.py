@@ -1,4 +1,4 @@
-"""Notes to the user are wrapped, and mention a busy machine."""
+"""Notes to the user are wrapped, and say when the machine is busy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTE = "the answer was cut after 1024 tokens; raise -n for longer ones, or ask a
 
 
 class Screen(io.StringIO):
-    """Fake a terminal."""
+    """Stand in for a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -45,7 +45,7 @@ def test_a_note_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPat
         bar.update(5)
     lines = screen.getvalue().replace("\r", "\n").split("\n")
     assert "entropykv: something happened" in lines
-    assert sum("50%" in line for line in lines) >= 2  # The bar is drawn again behind the note.
+    assert sum("50%" in line for line in lines) >= 2  # The bar is drawn again after the note.
 
 
 def test_a_bar_writes_nothing_into_a_file() -> None:

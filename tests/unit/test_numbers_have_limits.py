@@ -1,4 +1,4 @@
-"""Every number that a user can give has limits, and a sentence that names them."""
+"""Every number that a user can give has limits, and an error names them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_a_session_is_asked_for_later(tiny_llama: Path) -> None:
 
 
 def test_an_impossible_budget_in_a_huge_context_is_refused_at_once(tiny_llama: Path) -> None:
-    """The smallest possible budget is not searched one by one."""
+    """The smallest possible budget is found at once, even in a huge context."""
     with pytest.raises(BudgetError, match="the smallest budget that holds them is 999999999 tok"):
         make_plan(
             tiny_llama,

@@ -1,4 +1,4 @@
-"""Documents in object storage: machines have copies of the same, and of its latest version."""
+"""Machines with documents in object storage hold copies of the latest version."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def machines(address: str, tmp_path: Path) -> list[DocumentFolder]:
-    """Two machines, each with a disk of its own."""
+    """Return two machines, each with a disk of its own and the same storage."""
     return [
         DocumentFolder(tmp_path / name, None, ObjectStorage(address)) for name in ("one", "two")
     ]
@@ -94,13 +94,15 @@ def test_a_copy_is_fetched_once_and_again_for_another_version(
 def test_a_copy_that_another_process_replaces_by_an_older_one_is_fetched_again(
     machines: list[DocumentFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two processes of a machine fetch a document while it is replaced: one has begun before."""
+    """A copy is fetched again if a slower process of the same machine replaces it by an older
+    version.
+    """
     one, two = machines
     write(one, "book", b"first")
     fetch = ObjectStorage.fetch
 
     def slow(storage: ObjectStorage, key: str, path: Path) -> FileStamp | None:
-        """Copy the first version; before it appears, the other process has the second one."""
+        """Copy the first version slowly, so that the other process already has the second one."""
         monkeypatch.setattr(ObjectStorage, "fetch", fetch)
         get_file = storage._files.get_file
 
@@ -120,7 +122,8 @@ def test_a_copy_that_another_process_replaces_by_an_older_one_is_fetched_again(
     origin = two.directory / "user" / "book.kv.origin"
     monkeypatch.setattr(ObjectStorage, "fetch", slow)
     contents(two)
-    origin.write_text(noted[0], encoding="utf-8")  # The other process notes its origin later.
+    # The other process records the origin of its copy later.
+    origin.write_text(noted[0], encoding="utf-8")
     assert contents(two) == b"second"
 
 
@@ -182,7 +185,9 @@ def test_a_copy_that_a_killed_process_has_begun_is_removed_by_the_next_one(tmp_p
 def test_a_reader_of_a_storage_of_files_keeps_the_version_that_it_has_opened(
     tmp_path: Path,
 ) -> None:
-    """Processes map documents, and a mapped file must never be overwritten."""
+    """A reader keeps the version that it has opened, because a mapped file must never be
+    overwritten.
+    """
     folder = DocumentFolder(tmp_path / "one", None, ObjectStorage((tmp_path / "kept").as_uri()))
     write(folder, "book", b"first version")
     stored = tmp_path / "kept" / "user" / "book.kv"

@@ -1,4 +1,4 @@
-"""Calibration observes the store: entropies of rows, queries, entries."""
+"""Calibration gets the entropies, queries and entries of a store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
         done += n
         rows = store.row_entropies(0)
         assert rows.shape == (n, 6)
-        atol = 5e-5 if kv_type == "f16" else 2e-3  # test_attention.py has the same.
+        atol = 5e-5 if kv_type == "f16" else 2e-3  # These are the tolerances of test_attention.py.
         np.testing.assert_allclose(rows, expected.entropies, atol=atol)
         queries, seen_sinks, softcap, window, chunked, slopes = store.queries(0)
         np.testing.assert_allclose(queries, q * np.float32(0.2), rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Budgets that follow the text are computed from what is measured."""
+"""Budgets that follow the text are computed from what the store measures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ONLINE = ("adaptive", "guided", "layer", "layer-range")
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
-    """Read micro-batches; queries of KV head `loud` attend to all entries, those of others do not.
+    """Read micro-batches; the queries of KV head `loud` attend to all entries equally.
 
     Returns the entropies of all rows, [layer][row].
     """
@@ -39,7 +39,8 @@ def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] |
             group = n_head // n_head_kv
             q = random.standard_normal((n, n_head, k_dim), np.float32) * 0.3
             k = random.standard_normal((n, n_head_kv, k_dim), np.float32)
-            k[:4, :, 0] += 40.0 if position == 0 else 0.0  # All queries attend to these entries.
+            # All queries attend to these four entries.
+            k[:4, :, 0] += 40.0 if position == 0 else 0.0
             q[:, :, 0] = 3.0
             if loud is not None and loud[0] == layer:
                 q[:, loud[1] * group : (loud[1] + 1) * group, 0] = 0.0
@@ -77,7 +78,9 @@ def test_a_head_that_loses_more_gets_more(loud: tuple[int, int]) -> None:
 
 
 def test_losses_of_any_size_share_in_the_same_way() -> None:
-    """Only ratios count, because sums of |q.k| have no limit."""
+    """Losses of any size give the same budgets; only their ratios count, because sums of |q.k| have
+    no limit.
+    """
     plan = plan_for("adaptive", 100)
     _, online = adaptive(plan)
     losses = np.sort(np.random.default_rng(0).uniform(size=(len(HEADS), 3)))[:, ::-1]
@@ -93,7 +96,9 @@ def test_losses_of_any_size_share_in_the_same_way() -> None:
 
 
 def curves_of(errors: dict[int, float]) -> LossCurves:
-    """Return loss curves of all KV heads, with an error for some and little for the others."""
+    """Return loss curves of all KV heads: with the given error for some heads, and a small one for
+    the others.
+    """
     table = np.full((len(HEADS), 1, 3), 1e-3)
     for head, error in errors.items():
         table[head, 0] = [error, error / 2, error / 8]
@@ -102,7 +107,7 @@ def curves_of(errors: dict[int, float]) -> LossCurves:
 
 
 def guided(curves: LossCurves, losses: np.ndarray) -> dict[int, int]:
-    """Return the budgets by number of the head; `losses` of the text are at 0, 100, 300 entries."""
+    """Return budgets by number of the head; `losses` of the text are at 0, 100 and 300 entries."""
     plan = plan_for("adaptive", 100)
     layers = Layers(Rules("mass", by_values=True, decay=0.998), [MAX_ENTRIES] * 3)
     online = MeasuredLosses(layers.store, LAYERS, MAX_ENTRIES, curves)
@@ -116,7 +121,9 @@ def guided(curves: LossCurves, losses: np.ndarray) -> dict[int, int]:
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_text_and_profile_count_equally(factor: float) -> None:
-    """A head that one of them finds important gets room, however large the other's losses are."""
+    """A head that is important by the text or by the profile gets room, however large the other's
+    losses are.
+    """
     of_text = np.full((len(HEADS), 3), 1e-3)
     of_text[1] = [1.0, 0.5, 0.1]
     budgets = guided(curves_of({2: 1.0}), factor * of_text)
