@@ -1,4 +1,6 @@
-"""Check what `make demo` printed: every cache's row, and that they show what they are there for."""
+"""Check what `make demo` printed: that every cache has its row, and that the rows show the
+differences they should.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ ROW = re.compile(r"^\((\d)\) .*?(\d+) of (\d+) +([\d.]+) MiB.*tok/s +\d+ tok/s$"
 
 
 def problem(printed: str) -> str | None:
-    """Return what is wrong, or None."""
+    """Return what is wrong with the output of `make demo`, or None."""
     rows = {int(row[1]): row for row in ROW.finditer(printed)}
     if sorted(rows) != [1, 2, 3, 4]:
         return f"it printed the rows {sorted(rows)}, not 1 to 4"

@@ -13,17 +13,21 @@ import subprocess
 from pathlib import Path
 
 FIXED = {11: 5, 12: 4, 13: 3}
-"""Minor versions of GCC by major version; later ones have the fix, earlier ones have not."""
+"""The minor version of GCC from which on a major version has the fix; older majors never have it,
+newer ones always.
+"""
 NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 
 
 def has_amx(cpuinfo: str) -> bool:
-    """Whether the text of /proc/cpuinfo names AMX."""
+    """Tell whether the text of /proc/cpuinfo names AMX."""
     return " amx_tile" in cpuinfo
 
 
 def is_affected(predefined: str) -> bool:
-    """Whether a compiler with these predefined macros (`c++ -dM -E`) drops the configuration."""
+    """Tell whether a compiler with these predefined macros (`c++ -dM -E`) drops the tile
+    configuration.
+    """
     words = [line.split() for line in predefined.splitlines()]
     macros = {define[1]: define[2] for define in words if len(define) > 2}
     if "__clang__" in macros or "__GNUC__" not in macros:
@@ -33,7 +37,7 @@ def is_affected(predefined: str) -> bool:
 
 
 def predefined_macros() -> str:
-    """Predefined macros of the compiler that CMake takes; none where it cannot be asked."""
+    """Return the predefined macros of the compiler that CMake takes; empty if it cannot be run."""
     compiler = [*shlex.split(os.environ.get("CXX", "c++")), "-dM", "-E", "-x", "c++", os.devnull]
     try:
         return subprocess.run(compiler, capture_output=True, text=True, check=True).stdout  # noqa: S603

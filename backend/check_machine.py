@@ -1,4 +1,6 @@
-"""Check that this machine has what building needs and pip cannot install: one sentence if not."""
+"""Check that this machine has what building needs and pip cannot install, and say in one sentence
+what is missing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DEBIAN = "on Debian and Ubuntu: apt install python3-dev python3-venv g++ make"
 
 
 def missing() -> Iterator[str]:
-    """Yield what this machine lacks."""
+    """Yield the name of each thing that this machine lacks."""
     if sys.version_info < LEAST_PYTHON:
         yield f"Python {LEAST_PYTHON[0]}.{LEAST_PYTHON[1]} (this one is {sys.version.split()[0]})"
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:

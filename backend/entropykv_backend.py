@@ -33,12 +33,12 @@ __all__ = [
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """Return what the build's environment must have: llama-cpp-python only if the user has none."""
+    """Return what the environment of a build needs: llama-cpp-python only if the user has none."""
     return [*scikit.get_requires_for_build_wheel(config_settings), *_llama_cpp_python()]
 
 
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
-    """As get_requires_for_build_wheel, for `pip install -e`."""
+    """Return the same for `pip install -e`."""
     return [*scikit.get_requires_for_build_editable(config_settings), *_llama_cpp_python()]
 
 

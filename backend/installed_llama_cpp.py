@@ -1,8 +1,8 @@
 """Find the llama-cpp-python to build against, and print what the build must know of it.
 
-pip builds in an environment of its own, which hides the user's. What is installed there decides: it
-is what the extension will run with, whatever release it has and whichever backends it was built
-with. Only where there is none of the range that pyproject.toml names, the build's own counts.
+pip builds in an environment of its own, which hides the user's. The user's is what the extension
+will run with, so that its llama-cpp-python decides, whatever release and backends it has. Only if
+it has none in the range of pyproject.toml, the one of the build's environment is used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDES_THE_USERS = ("PYTHONPATH", "PYTHONNOUSERSITE")
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """An installed llama-cpp-python."""
+    """Describe an installed llama-cpp-python."""
 
     folder: str
     version: str
@@ -43,7 +43,9 @@ def requirement() -> str:
 
 
 def installed() -> LlamaCpp | None:
-    """Return what the user's environment has, or else the build's; None where neither has it."""
+    """Return the llama-cpp-python of the user's environment, or else of the build's; None if
+    neither is in the range.
+    """
     from packaging.requirements import Requirement  # noqa: PLC0415  (the build's, not the user's)
 
     served = Requirement(requirement()).specifier
@@ -56,7 +58,8 @@ def installed() -> LlamaCpp | None:
 
 
 def _seen_with(environment: dict[str, str]) -> LlamaCpp | None:
-    with tempfile.TemporaryDirectory() as empty:  # Python searches it, too.
+    # Python also searches the working directory, which must be empty.
+    with tempfile.TemporaryDirectory() as empty:
         command = [sys.executable, str(Path(__file__).resolve()), "--here"]
         result = subprocess.run(  # noqa: S603
             command, env=environment, cwd=empty, capture_output=True, text=True, check=True
@@ -75,7 +78,10 @@ def ggml_library(folder: Path) -> Path | None:
 
 
 def _here() -> LlamaCpp | None:
-    """What this process sees; it is not imported, since that would load its libraries for good."""
+    """Return the llama-cpp-python that this process would import, or None.
+
+    It is not imported, because its libraries would stay loaded.
+    """
     spec = importlib.util.find_spec("llama_cpp")
     if spec is None or spec.origin is None:
         return None

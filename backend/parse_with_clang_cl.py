@@ -19,20 +19,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADERS = Path(__file__).with_name("clang_cl_headers.hpp")
-# CMakeLists.txt gives these to every clang. The list is of GCC, whose flags come as they are.
+# CMakeLists.txt gives these flags to every clang; the list that is read here has those for GCC.
 CLANG_FLAGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wgnu", "-Werror"]
 ONLY_GCC_KNOWS = {"-Wa,-muse-unaligned-vector-move", "-Wno-maybe-uninitialized"}
 
 
 def fixed_arguments(zig: Path) -> list[str]:
-    """Return what every source is parsed with."""
+    """Return the arguments of clang-cl that are the same for every source."""
     headers = zig.parent / "lib"
     folders = ["libcxx/include", "include", "libc/include/any-windows-any"]
     return [
         *(str(zig), "clang", "--driver-mode=cl", "--target=x86_64-pc-windows-msvc"),
         *("/nologo", "/std:c++17", "/EHsc", "/utf-8", "/clang:-fsyntax-only"),
         "-Wno-unused-command-line-argument",
-        # The headers of mingw-w64 expect GCC or a compiler that says it is one.
+        # The headers of mingw-w64 expect GCC, or a compiler that claims to be GCC.
         *("/clang:-fgnuc-version=12.1", f"/FI{HEADERS}"),
         *(f"/clang:{flag}" for flag in CLANG_FLAGS),
         *(part for folder in folders for part in ("-imsvc", str(headers / folder))),
@@ -40,7 +40,9 @@ def fixed_arguments(zig: Path) -> list[str]:
 
 
 def own_arguments(command: str) -> Iterator[str]:
-    """Yield what clang-cl needs of GCC's command: definitions, headers, sets and warnings."""
+    """Yield the parts of a command of GCC that clang-cl needs: definitions, headers, instruction
+    sets, warnings.
+    """
     words = iter(shlex.split(command))
     for word in words:
         if word == "-isystem":
@@ -57,7 +59,7 @@ def main(zig: Path, commands: Path) -> int:
     fixed = fixed_arguments(zig.absolute())
     failed = []
     for entry in entries:
-        # clang-cl would take a path that begins with a slash for an option.
+        # clang-cl would read a path that begins with a slash as an option.
         source = Path(entry["file"]).relative_to(ROOT)
         command = [*fixed, *own_arguments(entry["command"]), str(source)]
         if subprocess.run(command, cwd=ROOT, check=False).returncode:  # noqa: S603

@@ -20,7 +20,7 @@ ABORTED = {-6, 134}
 
 
 def failure_of_build(release: str, output: str) -> str:
-    """Return why `make install` failed, from what it printed."""
+    """Return why `make install` failed, as a sentence, from what it printed."""
     if re.search(r"No matching distribution found for llama-cpp-python==", output):
         return f"{release} is not on the package index; give a release that is there (VERSIONS=X)"
     if "Failed building wheel for llama-cpp-python" in output or re.search(
@@ -31,7 +31,7 @@ def failure_of_build(release: str, output: str) -> str:
 
 
 def failure_of_tests(release: str, code: int, output: str) -> str:
-    """Return why the tests failed, from what pytest printed and its exit code."""
+    """Return why the tests failed, as a sentence, from the output and the exit code of pytest."""
     if re.search(r"VersionError: .*(but in the one that it|but) runs with", output):
         return f"the structures of {release} differ from its headers: see VersionError above"
     failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)))
@@ -47,7 +47,9 @@ def failure_of_tests(release: str, code: int, output: str) -> str:
 
 
 def run(command: Sequence[str]) -> tuple[int, str]:
-    """Run a command in the project's folder, show what it prints, and return that and its code."""
+    """Run a command in the project's folder, and show its output; return the exit code and the
+    output.
+    """
     lines = []
     with subprocess.Popen(  # noqa: S603
         command,
@@ -65,7 +67,7 @@ def run(command: Sequence[str]) -> tuple[int, str]:
 
 
 def is_served(release: str) -> bool:
-    """Tell whether the range in pyproject.toml, `>=A,<=B`, has a release."""
+    """Tell whether a release is in the range of pyproject.toml, `>=A,<=B`."""
     least, most = re.findall(r"[<>]=([0-9.]+)", requirement())
     return _numbers(least) <= _numbers(release) <= _numbers(most)
 
@@ -75,7 +77,7 @@ def _numbers(release: str) -> list[int]:
 
 
 def try_release(release: str, tests: Sequence[str]) -> str | None:
-    """Build and test; returns what failed, or None."""
+    """Build against a release and run tests; return what failed as a sentence, or None."""
     if not is_served(release):
         return (
             f"{release} is not of {requirement()}; widen the range in pyproject.toml, and read the "

@@ -1,6 +1,6 @@
-"""Try a wheel of entropykv as somebody would who has no compiler, and nothing of this machine.
+"""Try a wheel of entropykv as on a machine that has no compiler and none of this machine's files.
 
-It must hold no path of the machine that built it, install into a new environment beside the
+It must name no path of the machine that built it, install into a new environment beside the
 llama-cpp-python that it was built against, and answer a question there.
 
     python backend/try_wheel.py dist/entropykv-*.whl FOLDER_WITH_LLAMA_CPP_PYTHON
@@ -23,16 +23,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine_paths() -> list[str]:
-    """Return the folders of this machine that a wheel has no business to name.
+    """Return the folders of this machine that no file of a wheel may name.
 
-    A folder inside another one of them, as a checkout in /tmp is, is found by that one.
+    A folder inside another one of them, such as a checkout in /tmp, is left out, because a search
+    finds it by the outer one.
     """
     own = {ROOT, Path.home(), Path(sys.prefix), Path(tempfile.gettempdir())} - {Path("/")}
     return sorted(f"{path}/" for path in own if own.isdisjoint(path.parents))
 
 
 def named_paths(wheel: Path) -> list[str]:
-    """Return `file: path` for every such folder that a file of the wheel names."""
+    """Return `file: path` for every path of these folders that a file of the wheel names."""
     found: list[str] = []
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -44,11 +45,11 @@ def named_paths(wheel: Path) -> list[str]:
 
 
 def answer(wheel: Path, release: str, wheels: str) -> str:
-    """Install the wheel where there is no compiler, and return what the demo model answers."""
+    """Install the wheel without a compiler, and return the answer of the demo model."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True)
         programs = Path(folder) / "bin"
-        # PATH has the environment's own programs only: no compiler, no cmake, no git.
+        # PATH has only the programs of the environment: no compiler, no cmake, no git.
         environment = {**os.environ, "PATH": str(programs), "CC": "/none", "CXX": "/none"}
         install = ["pip", "install", "-q", "--only-binary", ":all:", "--find-links", wheels]
         for command in (
@@ -69,7 +70,7 @@ def answer(wheel: Path, release: str, wheels: str) -> str:
 
 
 def main() -> None:
-    """Try the wheel; exits with a sentence where something is wrong."""
+    """Try the wheel; exit with a sentence if something is wrong."""
     wheel, wheels = Path(sys.argv[1]).resolve(), str(Path(sys.argv[2]).resolve())
     if paths := named_paths(wheel):
         sys.exit(f"{wheel.name} names paths of this machine: {', '.join(paths)}")

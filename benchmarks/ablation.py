@@ -1,16 +1,18 @@
-"""Measure what a part of the method is worth: run a command without it, or both in turn.
+"""Measure what a part of the method is worth: run a command without it, or compare speeds with and
+without it.
 
     python benchmarks/ablation.py centred-keys eval -m MODEL.gguf --policy fast ...
     python benchmarks/ablation.py attainable-budgets eval -m MODEL.gguf ...
     python benchmarks/ablation.py centred-keys speed -m MODEL.gguf
 
-`eval` runs `entropykv eval` without the part, with the arguments that follow; without this script,
-the same command has the part. `speed` opens a session with the part and one without it, which read
-a prompt in q8_0 and write behind it in turn, block by block, so that both run under the same load.
-It prints tokens per second of CPU time, the ratio of the medians, and the median of the ratios of
-prompts or blocks that were processed one after the other.
+`eval` runs `entropykv eval` without the part, with the arguments that follow; `entropykv eval`
+itself has the part. `speed` opens a session with the part and one without it. They read a prompt in
+q8_0 and write after it in turn, block by block, so that both run under the same load. It prints
+tokens per second of CPU time, the ratio of the medians, and the median of the ratios of prompts or
+blocks that were processed one after the other.
 
-centred-keys: keys of q8_0 without their biases, in units of their channels (docs/decisions/0013).
+centred-keys: keys of q8_0 are stored without their biases, in units of their channels
+(docs/decisions/0013).
 attainable-budgets: no KV head gets more of a budget than it can hold before it is shared again.
 """
 
@@ -34,15 +36,16 @@ from inputs import find_model
 
 CENTRED_KEYS, ATTAINABLE_BUDGETS = "centred-keys", "attainable-budgets"
 BLOCK = 16
-"""How many tokens one session writes before the other takes its turn."""
+"""The number of tokens that one session writes before the other takes its turn."""
 
 
 @contextmanager
 def without(part: str) -> Iterator[None]:
-    """Open sessions inside the block without a part of the method."""
+    """Let sessions that are opened inside the block lack a part of the method."""
 
     def unlimited(*arguments: Any, **_: Any) -> OnlineBudgets | None:
-        return online_budgets(*arguments, freezes=True)  # What is frozen can return.
+        # With freezing, budgets have no such limits, because frozen entries can return.
+        return online_budgets(*arguments, freezes=True)
 
     if part == CENTRED_KEYS:
         patched = mock.patch("entropykv.store.headwise.key_centres", return_value=[])
@@ -53,7 +56,7 @@ def without(part: str) -> Iterator[None]:
 
 
 class Times:
-    """Collect the CPU seconds of a session, of all of its threads."""
+    """Measure a session: the CPU seconds of all threads for each prompt and block."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -61,14 +64,14 @@ class Times:
         self.blocks: list[float] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Read a prompt from the beginning."""
+        """Read a prompt from the beginning, and record its CPU seconds."""
         self.session.reset()
         start = time.process_time()
         self.session.decode(tokens)
         self.prompts.append(time.process_time() - start)
 
     def write(self, tokens: Sequence[int]) -> None:
-        """Decode tokens one by one."""
+        """Decode tokens one by one, and record their CPU seconds as a block."""
         start = time.process_time()
         for token in tokens:
             self.session.decode([token])
@@ -76,7 +79,7 @@ class Times:
 
 
 def measure_speed(options: argparse.Namespace, budget: float) -> None:
-    """Print a line for the prompt and one for what is written."""
+    """Print one line of speeds for the prompt, and one for the tokens that are written."""
     model, n_ctx = find_model(options.model), options.tokens + options.written
     settings = {"n_ctx": n_ctx, "kv_budget": budget, "kv_type": "q8_0", "policy": options.policy}
     settings |= {"n_threads": options.t, "fixed_threads": True, "store": "headwise"}

@@ -1,4 +1,4 @@
-"""Measure speed on a machine that is not idle, with stock llama.cpp beside.
+"""Measure speed on a machine that is not idle, with stock llama.cpp for comparison.
 
 A busy loop is pinned to one core, or a cgroup gives less than all cores. Every round measures all
 numbers of threads in turn, each in a process of its own; ratios are to one thread of entropykv in
@@ -6,7 +6,7 @@ the same round, under the same load:
 
 python benchmarks/busy_machine.py [-m model.gguf] [--loads idle,busy,quota] [--clients 8]
 
-For `quota`, this must be allowed to make a cgroup (as root in most containers).
+The load `quota` needs the right to make a cgroup (as root has in most containers).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from inputs import find_model, read_texts
 
 LOADS = ("idle", "busy", "quota")
 QUOTA = 1.5
-"""Cores, of 2, that a cgroup of the load `quota` gives."""
+"""The cores that the load `quota` may use, of a machine with 2."""
 _PERIOD = 100_000
-"""Microseconds in which a cgroup may use its quota; the default of Linux."""
+"""The period of a cgroup's quota in microseconds; Linux has the same default."""
 _CGROUPS = Path("/sys/fs/cgroup")
 
 Speeds = tuple[float, float]
@@ -42,7 +42,7 @@ Speeds = tuple[float, float]
 
 @contextlib.contextmanager
 def busy_loop(core: int) -> Iterator[None]:
-    """Keep a core busy."""
+    """Keep a core busy during the block."""
     code = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code]) as loop:
         time.sleep(0.3)
@@ -54,7 +54,9 @@ def busy_loop(core: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cgroup(cores: float) -> Iterator[Path]:
-    """Make a cgroup with a quota of so many cores; yields the file that takes its processes."""
+    """Make a cgroup with a quota of `cores` cores; yield the file to which its processes are
+    written.
+    """
     quota = round(cores * _PERIOD)
     first = _CGROUPS / "cpu" / "cpu.cfs_quota_us"
     folder = (_CGROUPS / "cpu" if first.parent.is_dir() else _CGROUPS) / "entropykv-busy-machine"
@@ -72,7 +74,7 @@ def cgroup(cores: float) -> Iterator[Path]:
 
 
 def alone(options: argparse.Namespace) -> Speeds:
-    """Read a prompt and write after it."""
+    """Read a prompt and write after it in one session; return the speeds."""
     sizes = {"n_ctx": options.tokens + options.written, "n_threads": options.threads}
     reader: Session | StockSession
     if options.stock:
@@ -87,7 +89,9 @@ def alone(options: argparse.Namespace) -> Speeds:
 
 
 def as_a_server(options: argparse.Namespace) -> Speeds:
-    """Let clients read prompts of their own and write, all at the same time, in one pool."""
+    """Let clients read prompts of their own and write, all at the same time, in one pool; return
+    the speeds.
+    """
     each, n = options.tokens // 4, options.clients
     starts: list[float] = []
     ends: list[float] = []
@@ -123,7 +127,7 @@ def _text() -> str:
 
 
 def measured(options: argparse.Namespace, kind: str, load: str) -> Speeds:
-    """Measure in another process, under a load."""
+    """Measure a kind, such as "stock 2", in another process under a load; return the speeds."""
     name, threads = kind.split()
     command = [sys.executable, __file__, "--measure", "-m", options.model, "-t", threads]
     command += ["--tokens", str(options.tokens), "--written", str(options.written)]

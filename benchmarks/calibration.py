@@ -69,7 +69,8 @@ def dequantise(path: Path, directory: Path) -> None:
 
 
 def differences(path: Path, checkpoint: Path, threads: int) -> dict[str, float]:
-    """Return how much the entropies of all heads differ for the same tokens.
+    """Return by how much the entropies of all heads differ for the same tokens, by name of the
+    figure.
 
     transformers' own tokenizer is not used, because its tokens may differ.
     """

@@ -32,13 +32,13 @@ from training.facts import Fact, Writer
 WARM_UP = 15
 SPAN = 10
 LATEST_TURNS = 3
-KNOWN = 240  # Facts that are not stated again: more than the budget holds.
+KNOWN = 240  # The number of facts that are not stated again: more than the budget holds.
 
 
 @dataclass(frozen=True)
 class Style:
-    """Hold how a model is talked to: the facts of a turn, filler sentences, and what a right answer
-    contains.
+    """Hold how turns are written for a model: the facts of a turn, filler sentences, and how
+    answers are judged.
     """
 
     facts: int
@@ -93,8 +93,8 @@ class Script:
         self._told: list[list[Fact]] = []
 
     def turn(self) -> tuple[str, Fact, int]:
-        """Return the text of a turn, the fact that it asks for, and how many turns ago that was
-        stated.
+        """Return the text of a turn, the fact that it asks for, and how many turns ago that fact
+        was stated.
         """
         facts = [self._fact() for _ in range(self._style.facts)]
         self._told = [*self._told, facts][-LATEST_TURNS:]
@@ -123,7 +123,7 @@ def is_right(answer: str, fact: Fact, style: Style) -> bool:
 
 
 def talk(session: Session, style: Style, n_turns: int) -> Result:
-    """Hold the conversation."""
+    """Hold a conversation of n_turns turns, and return its figures."""
     conversation = Conversation(
         session, Sampling(), max_tokens=style.answer_tokens, system=style.system
     )
@@ -153,7 +153,7 @@ def talk(session: Session, style: Style, n_turns: int) -> Result:
 
 
 def main() -> None:
-    """Print a table of the results."""
+    """Hold the conversation with each model, and print a table of the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default="bitnet,smollm2")
     parser.add_argument("--turns", type=int, default=60)

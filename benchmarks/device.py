@@ -62,12 +62,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 DRAWN_ROWS = 64
-N_NOT_TIMED = 4  # tokens of several sequences
-N_WARMED_UP = 1024  # tokens of a prompt, whose operations load kernels
+N_NOT_TIMED = 4  # single tokens of several sequences that are read before the time is taken
+# tokens of a prompt that load the kernels of its operations before the time is taken
+N_WARMED_UP = 1024
 
 
 class RepeatingWriter(TinyWriter):
-    """Draw and quantise a few rows of each matrix, and repeat them: that takes seconds for 8B."""
+    """Draw and quantise a few rows of each matrix and repeat them, so that 8B weights take
+    seconds.
+    """
 
     def _normal(self, shape: Sequence[int], scale: float) -> FloatArray:
         if len(shape) == 1:
@@ -98,13 +101,16 @@ def model_of(options: argparse.Namespace) -> Iterator[Path]:
 
 
 def tokens_of(length: int) -> list[int]:
-    """Return the tokens of a prompt."""
+    """Return a prompt of `length` tokens."""
     return [3 + i * 7 % 250 for i in range(length)]
 
 
 def measure(session: Session, length: int, written: int) -> tuple[float, float, dict[str, float]]:
-    """Return the tokens per second of a prompt, and of single tokens after it, and what the device
-    store did for each of these.
+    """Return tokens per second of a prompt and of single tokens after it, and counts per single
+    token.
+
+    The counts say what the device store did: graphs on the device, and copies between host and
+    device.
     """
     tokens = tokens_of(length)
     session.decode(tokens[:N_WARMED_UP])
@@ -122,7 +128,9 @@ def measure(session: Session, length: int, written: int) -> tuple[float, float, 
 
 
 def padding_of(session: Session, n_ubatch: int) -> float:
-    """Return the fraction of the bytes of rows beyond the budgets and one micro-batch."""
+    """Return the fraction by which the rows on the device exceed the budgets and one
+    micro-batch.
+    """
     stats = session.stats()
     n_entries = sum(map(sum, session.cache.budgets()))
     n_heads = sum(map(len, session.cache.budgets()))
@@ -131,8 +139,10 @@ def padding_of(session: Session, n_ubatch: int) -> float:
 
 
 def measure_together(sessions: Sequence[Session], length: int, written: int) -> tuple[float, float]:
-    """Return the tokens per second of sessions that each have read a prompt, and then read single
-    tokens at the same time, and how many of them a step reads on average.
+    """Return the tokens per second of sessions that read single tokens at the same time, and how
+    many a step reads on average.
+
+    Each session has read a prompt before.
     """
     for session in sessions:
         session.decode(tokens_of(length))
@@ -160,7 +170,9 @@ def measure_together(sessions: Sequence[Session], length: int, written: int) -> 
 
 
 def measure_own_together(path: Path, options: argparse.Namespace, length: int) -> float:
-    """Return the same for llama.cpp's own cache, whose sequences read a token each in one step."""
+    """Return the tokens per second of llama.cpp's own cache, whose sequences read a token each in
+    one step.
+    """
     model = Model(path, n_gpu_layers=-1, verbose=False)
     parameters = model.context_defaults()
     n, n_ubatch = options.sequences, options.n_ubatch
@@ -222,7 +234,7 @@ def common_options(options: argparse.Namespace, length: int, kv_budget: float) -
 
 
 def compare(path: Path, options: argparse.Namespace, length: int) -> None:
-    """Print a row for every policy."""
+    """Print a row for every policy about one sequence."""
     with Session(
         path, store="flat", policy="recency", **common_options(options, length, 1.0)
     ) as own:

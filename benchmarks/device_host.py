@@ -38,7 +38,7 @@ ALIGNMENT = 32
 
 
 class EmptyWriter(TinyWriter):
-    """Write a file whose matrices are a hole, which takes no room on the disk."""
+    """Write a file with matrices in a sparse region, which takes no room on the disk."""
 
     n_bytes = 0
 
@@ -87,7 +87,7 @@ def empty_model(shape: str, layers: int | None) -> Iterator[Path]:
 
 
 def least_of(step: Callable[[], object], rounds: int, steps: int) -> dict[str, float]:
-    """Return the microseconds of a step, and what is counted in it, of the fastest round."""
+    """Return the microseconds of a step and its counts, from the fastest of several rounds."""
     best: dict[str, float] = {}
     for _ in range(rounds):
         before, start = counted(), time.perf_counter()
@@ -103,7 +103,9 @@ def least_of(step: Callable[[], object], rounds: int, steps: int) -> dict[str, f
 
 
 def measure(sessions: Sequence[Session], options: argparse.Namespace) -> list[dict[str, float]]:
-    """Return what the last micro-batches of a prompt take, and then tokens of all sessions."""
+    """Return the figures of the last micro-batches of a prompt, and then of tokens of all
+    sessions.
+    """
     prompt = tokens_of(N_UBATCH)
     chunks = options.rounds * options.chunks
     for session in sessions:
@@ -132,7 +134,7 @@ def measure(sessions: Sequence[Session], options: argparse.Namespace) -> list[di
 
 
 def opened(path: Path, options: argparse.Namespace, **store: Any) -> Any:
-    """Return a session, or a pool of several."""
+    """Return a session, or a pool if there are several sequences."""
     n_ctx = options.length + (options.rounds + 2) * options.written + 64
     common = {"n_ctx": n_ctx, "n_gpu_layers": -1, "n_ubatch": N_UBATCH, "kv_type": "f16", **store}
     if options.sequences == 1:

@@ -1,11 +1,13 @@
-"""Compare asking a document from its file with reading the text again, and with llama.cpp's state.
+"""Compare asking about a document from its file with reading the text again, and with llama.cpp's
+saved state.
 
 python benchmarks/documents.py
 
 First, the time from an empty session to the first token of an answer about prose: from the file of
 `entropykv read`, after reading the text, and from the state of stock llama.cpp
-(llama_state_seq_save_file), which holds the full cache. Then the facts of documents: answered right
-after reading, and from the file in another session. Loading weights is not part of any time.
+(llama_state_seq_save_file), which holds the full cache. Then the facts of documents that are
+answered right after reading, and from the file in another session. Loading weights is not part of
+any time.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def compare(model: str, text: str, options: dict[str, float], folder: Path) -> N
     with Session(model, **options) as session:
         document = session.tokenize(session.model.chat_prompt(text), add_bos=False)[:n_tokens]
         question = session.question(QUESTION)
-        session.decode(question)  # The others have the weights in memory, too.
+        session.decode(question)  # The other ways have the weights in memory, too.
         session.reset()
         start = time.perf_counter()
         session.files.open_document(path)
@@ -68,7 +70,9 @@ def compare(model: str, text: str, options: dict[str, float], folder: Path) -> N
 def stock(
     model: str, document: Sequence[int], question: Sequence[int], n_threads: int, folder: Path
 ) -> tuple[str, float, int]:
-    """Return the row of stock llama.cpp: it restores its state, and reads the question."""
+    """Return the row of stock llama.cpp, which restores its state and reads the question: name,
+    seconds, bytes on disk.
+    """
     name = os.fsencode(folder / "state.bin")
 
     def llama() -> llama_cpp.Llama:
@@ -134,7 +138,7 @@ def facts(model: str, cases: Sequence[Case], options: dict[str, float], folder: 
 
 
 def main() -> None:
-    """Print the results."""
+    """Compare times to the first token, and count answered facts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=6000)

@@ -1,9 +1,9 @@
-"""Measure what drafts are worth: tokens per second with and without, in turns, and with whom else.
+"""Measure what drafts are worth: tokens per second with and without them, in turns.
 
     python benchmarks/drafts.py [-m MODEL] [-md MODEL] [--tokens 200] [--length 2048]
 
-The tasks are those of `entropykv bench --spec` (evaluation/bench.py), with a text that was
-not used for tuning. --stock adds llama_cpp.Llama with a full cache, and with its own prompt lookup.
+The tasks are those of `entropykv bench --spec` (evaluation/bench.py), with a text that was not used
+for tuning. --stock adds llama_cpp.Llama with a full cache, and with its own prompt lookup.
 --llama-server PATH adds a llama-server with a full cache, and with its own kinds of n-grams.
 --sequences N also lets N sessions of a pool write at the same time.
 """
@@ -30,7 +30,9 @@ TEXT = Path(__file__).parent / "texts" / "heldout_prose_03.txt"
 
 
 def stock(options: argparse.Namespace, name: str, prompt: str) -> None:
-    """Write one task with llama_cpp.Llama and a full cache, without and with prompt lookup."""
+    """Write one task with llama_cpp.Llama and a full cache, without and with prompt lookup, and
+    print the speeds.
+    """
     medians = []
     for draft_model in (None, LlamaPromptLookupDecoding(num_pred_tokens=10)):
         llm = llama_cpp.Llama(
@@ -61,7 +63,9 @@ def stock(options: argparse.Namespace, name: str, prompt: str) -> None:
 
 
 def llama_server(options: argparse.Namespace, tasks: dict[str, list[int]]) -> None:
-    """Write all tasks with llama-server and a full cache, without drafts and with each kind."""
+    """Write all tasks with llama-server and a full cache, without drafts and with each kind, and
+    print the speeds.
+    """
     for kind in ("none", *LLAMA_SERVER_KINDS):
         command = [
             str(options.llama_server),
@@ -88,7 +92,9 @@ def llama_server(options: argparse.Namespace, tasks: dict[str, list[int]]) -> No
 
 
 def together(options: argparse.Namespace, name: str, prompt: str) -> None:
-    """Let several sessions of a pool write one task at the same time."""
+    """Let several sessions of a pool write one task at the same time, with and without drafts, and
+    print the speeds.
+    """
     n_ctx = options.length + options.tokens + 1
     pools = [
         Pool(
@@ -118,8 +124,9 @@ def together(options: argparse.Namespace, name: str, prompt: str) -> None:
 
 
 def write_at_once(sessions: list[Session], n: int) -> float:
-    """Write n tokens in every session at the same time, and close them; returns tokens per second
-    of all of them.
+    """Write n tokens in every session at the same time, and close the sessions.
+
+    Returns the tokens per second of all of them together.
     """
     threads = [threading.Thread(target=list, args=(each.generate([], n),)) for each in sessions]
     start, before = time.perf_counter(), sum(session.position for session in sessions)

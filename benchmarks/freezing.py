@@ -1,11 +1,12 @@
-"""Run the freeze document's stress test: 500 tokens from open prompts, frozen by its schedule.
+"""Run the freeze document's stress test: 500 tokens after each prompt, frozen by its schedule.
 
 python benchmarks/freezing.py [-m MODEL] [--plot FILE]
 
 Stock llama.cpp (flash attention, full f16 cache) and policy rolling-freeze take turns with the same
-prompts, sampled as in the document (temperature 0.7, top-k 40, top-p 0.9; the end of an answer is
-ignored). Active entries are those in attention after each generated token, as a share of a full
-cache: the mean over the tokens, and the value at the end (the document: 66.9 %, at 5.2x the time).
+prompts, sampled as in the document (temperature 0.7, top-k 40, top-p 0.9; the token that ends a
+text is ignored). Active entries are those in attention after each generated token, as a share of a
+full cache: the mean over the tokens, and the value at the end. The document reports 66.9 % fewer,
+in 5.2 times the time.
 """
 
 from __future__ import annotations
@@ -63,13 +64,13 @@ class Stock(StockSession):
 
     @property
     def text(self) -> Stock:
-        """Return itself, since it goes back in its text."""
+        """Return the object itself, which also has the methods of a session's text."""
         return self
 
     def read(
         self, tokens: Sequence[int], all_logits: bool, **_: object
     ) -> Iterator[npt.NDArray[np.float32] | None]:
-        """Decode, and store the last logits."""
+        """Decode tokens as StockSession does, and store the last logits."""
         for logits in super().read(tokens, all_logits):
             self.logits = None if logits is None else logits[-1].copy()
             yield logits
@@ -80,7 +81,7 @@ class Stock(StockSession):
 
 
 def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> float:
-    """Return the seconds for an answer, without reading the prompt."""
+    """Return the seconds that an answer takes after its prompt was read."""
     session.text.truncate(0)
     stream = generate(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
     next(stream)
@@ -123,7 +124,7 @@ def main() -> None:
         with Session(
             path, n_ctx=N_CTX, kv_type="f16", policy=policy, n_threads=options.threads
         ) as session:
-            for writer in (stock, session):  # The end of an answer is ignored.
+            for writer in (stock, session):  # This token ends an answer, and is ignored.
                 writer.model.is_end = lambda _: False  # type: ignore[method-assign]
             runs, ratios = [], []
             for seed in range(options.rounds):

@@ -1,4 +1,4 @@
-"""Measure what a constraint costs per token: by llguidance, and by llama.cpp's own sampler.
+"""Measure what a constraint costs per token, by llguidance and by llama.cpp's own sampler.
 
 python benchmarks/grammars.py [-m model.gguf] [-n 60]
 """
@@ -38,7 +38,9 @@ SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength"
 
 
 def rows(model: Model, constraint: Constraint, gbnf: str, n: int) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of both samplers, for every token of a random text that both allow."""
+    """Yield for every token of a random text the seconds of both samplers; both must allow the
+    token.
+    """
     ours = ConstraintSampler(constraint, model.token_texts())
     theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, gbnf.encode(), b"root")
     samplers = (ours.handle(), theirs)
@@ -58,7 +60,7 @@ def rows(model: Model, constraint: Constraint, gbnf: str, n: int) -> Iterator[tu
 
 
 def step(sampler: Any, n_vocab: int) -> tuple[float, set[int]]:
-    """Return the seconds to find the allowed tokens, and these tokens."""
+    """Return the seconds that a sampler takes to find the allowed tokens, and these tokens."""
     data = np.zeros(n_vocab, CANDIDATE)
     data["id"] = np.arange(n_vocab)
     pointer = data.ctypes.data_as(llama_cpp.llama_token_data_p)

@@ -34,7 +34,7 @@ SEED = 100
 def compare(
     path: str, profile: EntropyProfile, ways: Sequence[str], texts: str, spread: Spread
 ) -> WayComparison:
-    """Return what the ways lose in passages of the texts."""
+    """Return a comparison of the ways in passages of the texts."""
     with closing(Model(path, n_gpu_layers=0, verbose=False)) as model:
 
         def tokenize(text: str, *, add_bos: bool = False) -> list[int]:

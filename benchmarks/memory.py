@@ -23,13 +23,13 @@ from inputs import memory_mib
 
 MIB = 2**20
 CONTEXT = 1_000_000
-ENTRIES = 2048  # Entries of a KV head in the pools that are shrunk.
-HEADS = 16  # KV heads of a layer in these pools.
+ENTRIES = 2048  # The entries of a KV head in the pools that are shrunk.
+HEADS = 16  # The KV heads of a layer in these pools.
 DIM = 128
 
 
 def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) -> None:
-    """Print what a session holds after its first micro-batch, and after a long text."""
+    """Print the memory of a session after its first micro-batch, and after a long text."""
     with Session(
         model,
         n_ctx=n_ctx,
@@ -52,7 +52,7 @@ def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) ->
 
 
 def pool(mib: int) -> None:
-    """Print the seconds to shrink a pool to a fifth."""
+    """Print the CPU seconds to shrink a pool of `mib` MiB to a fifth."""
     shape = _core.LayerShape(HEADS, HEADS, DIM, DIM)
     importance = _core.ImportanceSettings(_core.ScoreKind.mass)
     page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
@@ -62,7 +62,8 @@ def pool(mib: int) -> None:
     n_heads = n_layers * HEADS
     store.set_budgets([ENTRIES] * n_heads, n_heads * pages, 4, 8)
     state = _state_of_one_head()
-    for _ in range(2):  # The second time, pages that others gave back are used, in another order.
+    # The second time, the pool reuses pages that heads have given back, which are in no order.
+    for _ in range(2):
         store.begin_load([ENTRIES] * n_heads, [state] * n_heads, [ENTRIES] * n_heads)
         for layer in reversed(range(n_layers)):
             for head in reversed(range(HEADS)):

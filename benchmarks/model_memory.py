@@ -23,7 +23,7 @@ def states(server: Server) -> dict[str, Any]:
 
 
 def ask(server: Server, model: str) -> None:
-    """Let a model read some words, and write a few tokens."""
+    """Let a model read a prompt, and write a few tokens."""
     body = {"model": model, "prompt": "word " * WORDS, "max_tokens": 8, "temperature": 0}
     answer = server.post("/v1/completions", json.dumps(body))
     if answer.status_code != 200:
@@ -38,7 +38,7 @@ def unload(server: Server, model: str) -> None:
 
 
 def main() -> None:
-    """Load and unload all models of a directory in turn, several times."""
+    """Load and unload all models of a directory in turn, several times, and print their memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory")
     parser.add_argument("--rounds", type=int, default=3)
@@ -46,7 +46,7 @@ def main() -> None:
     server = Server("--models-dir", options.directory, *OPTIONS, model=None, usual=())
     try:
         names = list(states(server))
-        # The first request also allocates memory that stays for the whole process.
+        # The first request allocates memory that stays for the whole process.
         ask(server, names[0])
         unload(server, names[0])
         before = server.rss()

@@ -38,7 +38,7 @@ QUESTION = 24
 
 @dataclass
 class Streams:
-    """Hold the times at which the clients received their tokens."""
+    """Record when each client sent its request, and when it received its tokens."""
 
     starts: list[float] = field(default_factory=list)
     times: list[list[float]] = field(default_factory=list)
@@ -48,11 +48,13 @@ class Streams:
         return [times[0] - start for start, times in zip(self.starts, self.times, strict=True)]
 
     def longest_pause(self) -> float:
-        """Return the longest time in seconds between two tokens of one stream."""
+        """Return the longest time in seconds between two tokens of the same stream."""
         return max(float(np.diff(times).max()) for times in self.times if len(times) > 1)
 
     def speed(self) -> float:
-        """Return the tokens per second of all streams, after the last stream has begun."""
+        """Return the tokens per second of all streams, from when the last one has begun until the
+        first one ends.
+        """
         begin = max(times[0] for times in self.times)
         end = min(times[-1] for times in self.times)
         written = sum(sum(begin < at <= end for at in times) for times in self.times)
@@ -66,7 +68,7 @@ class Streams:
 def in_a_pool(
     path: str, prompts: list[list[int]], write: int, budget: str, threads: int
 ) -> Streams:
-    """Let all clients start at once and write; half-way, one more starts."""
+    """Let all clients start at once and write in a pool; return the times of their tokens."""
     n_ctx = max(map(len, prompts)) + write + 1
     streams = Streams([0.0] * len(prompts), [[] for _ in prompts])
     options: dict[str, Any] = {"n_sequences": len(prompts), "n_ctx": n_ctx, "n_ubatch": PIECE}
@@ -87,7 +89,9 @@ def in_a_pool(
 
 
 def in_stock(model: Model, prompts: list[list[int]], write: int, threads: int) -> Streams:
-    """Read the prompts one after the other, then write a token of every sequence per step."""
+    """Read the prompts one after the other with stock llama.cpp, then write a token of every
+    sequence per step; return the times.
+    """
     n, longest = len(prompts), max(map(len, prompts)) + write + 1
     parameters = model.context_defaults()
     parameters.n_ctx = n * (-(-longest // 256) * 256)
@@ -125,7 +129,7 @@ def cache_bytes(model: Model, n_tokens: int) -> int:
 
 
 def report(name: str, n: int, streams: Streams) -> None:
-    """Print one line of figures."""
+    """Print one line with the figures of some clients."""
     first = streams.first_tokens()
     print(
         f"{name:<14} {n:>3} clients  {streams.seconds():7.2f} s in all  "
@@ -174,7 +178,7 @@ def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> 
 
 
 def ask(session: Any, question: list[int]) -> list[int]:
-    """Return a session's answer, of up to ANSWER tokens."""
+    """Return a session's greedy answer, of up to ANSWER tokens."""
     return list(session.generate(question, max_tokens=ANSWER, temperature=0))
 
 
@@ -237,7 +241,8 @@ def main() -> None:
         # Round up to whole pages, so that the pool holds as much as stock's cache.
         budget = f"{int(options.kv_budget * of_stock * 1.1)}B"
         arguments = (prompts, options.write)
-        for _ in range(2):  # Alternate, so that both run under the same load of the machine.
+        # Both run in alternation, so that they have the same load of the machine.
+        for _ in range(2):
             report("stock", n, in_stock(model, *arguments, options.threads))
             report("pool", n, in_a_pool(options.model, *arguments, budget, options.threads))
     if counts and n > 1:

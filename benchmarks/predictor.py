@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Print a line for each figure."""
+    """Fit a predictor to random lessons, and print a line for each figure."""
     options = _options()
     random = np.random.default_rng(0)
     n_features = 2 * options.head_dim + options.head_dim // 2 + 3
@@ -52,8 +52,10 @@ def _options() -> argparse.Namespace:
 
 
 def _lessons(random: np.random.Generator, shape: tuple[int, int, int], n_tokens: int) -> Lessons:
-    """Return sums of features that mix a third as many random numbers, to be as correlated as a
-    model's.
+    """Return lessons of random features, (n_layer, n_head_kv, n_features), that are as correlated
+    as a model's.
+
+    For this, they mix a third as many random numbers.
     """
     n_layer, n_head_kv, n_features = shape
     lessons = []

@@ -1,5 +1,4 @@
-"""Measure how long it takes to find the text that a prompt continues from, by the index and by a
-scan over all texts.
+"""Measure the time to find the text that a prompt continues from, by the index and by a scan.
 
 python benchmarks/prefix_index.py [--length 32768] [--texts 1,64,1000]
 
@@ -27,12 +26,12 @@ RANDOM = random.Random(1)  # noqa: S311
 
 
 def numbers(n: int) -> array[int]:
-    """Return random tokens."""
+    """Return n random tokens."""
     return array("i", (RANDOM.randrange(N_VOCAB) for _ in range(n)))
 
 
 def read(tokens: array[int]) -> HeldText:
-    """Return a text that was read."""
+    """Return a text as if a session had read these tokens."""
     text = TokenSequence(N_UBATCH, tokens)
     for begin in range(0, len(tokens), N_UBATCH):
         text.parts.note(begin, min(N_UBATCH, len(tokens) - begin), None, is_prompt=True)
@@ -40,7 +39,7 @@ def read(tokens: array[int]) -> HeldText:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Return the shortest time of a call."""
+    """Return the shortest time of several calls, in milliseconds."""
     times = []
     for _ in range(TIMES):
         start = time.perf_counter()
@@ -50,7 +49,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measure(length: int, n_texts: int, common: int) -> None:
-    """Print the times for texts that share `common` tokens with a prompt."""
+    """Print the times of lookups among texts that share `common` tokens with a prompt."""
     beginning, demand = numbers(common), Demand()
     end = numbers(length - common - min(64, length - common))
     texts = {

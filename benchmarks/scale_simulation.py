@@ -3,16 +3,17 @@
 python benchmarks/scale_simulation.py [--users 1000] [--budget 1024] [--replicas 8,16,32]
 
 Bytes of a conversation are those that `entropykv plan` computes from the model's shape (default:
-the shape of Llama 3.1 8B). Speeds are options, in CPU milliseconds of one core for a token; without
-them, they are those that were measured with SmolLM2-135M (docs/background/quality-and-speed.md),
-multiplied by the ratio of the parameters, which is an estimate and no measurement. A conversation
-that writes alone reads all weights for every token, so that the memory limits it, too. --batch-gain
-is what 16 clients together write, divided by what one writes (docs/background/pools.md).
+the shape of Llama 3.1 8B). Speeds are options, in CPU milliseconds of one core for a token. By
+default, they are those that were measured with SmolLM2-135M (docs/background/quality-and-speed.md),
+multiplied by the ratio of the parameters, which is an estimate and not a measurement. A
+conversation that writes alone reads all weights for every token, so that the speed of memory limits
+it, too. --batch-gain is the speed of 16 clients together, divided by that of one
+(docs/background/pools.md).
 
 A user asks, reads the answer, thinks, and asks again. A replica has --cores cores, reads prompts
-one after the other, and gives half of its time to those that write while both are there. Requests
-reach the replica of their conversation (`affinity`), or any one (`anywhere`), which must read the
-whole conversation again if it does not hold it.
+one after the other, and gives half of its time to conversations that write while a prompt is read.
+Requests reach the replica of their conversation (`affinity`), or any one (`anywhere`), which must
+read the whole conversation again if it does not hold it.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from entropykv.policy.resolved_config import resolve
 from entropykv.settings.cache_options import CacheOptions
 
 _STEP = 0.1
-"""Seconds of a simulated step."""
+"""The seconds of a simulated step."""
 _WARM_UP = 0.25
-"""The share of the simulated time that is not counted, while the users begin."""
+"""The share of the simulated time that is not counted, because users are still beginning."""
 
 
 def main() -> None:
@@ -104,7 +105,7 @@ class Speeds:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Speeds:
-        """Scale what was measured to the model and the cores."""
+        """Return the measured speeds, scaled to the model and the number of cores."""
         ratio = arguments.parameters / arguments.measured_parameters
         one = 1000 * arguments.cores / (arguments.decode_ms * ratio)
         one = min(one, 1e9 * arguments.bandwidth / arguments.weights)
@@ -115,7 +116,7 @@ class Speeds:
 
 @dataclass
 class Request:
-    """Hold a question that waits, is read, or is answered."""
+    """Hold a question that is waiting, being read, or being answered."""
 
     user: int
     came: float
@@ -126,7 +127,7 @@ class Request:
 
 @dataclass
 class SimulatedReplica:
-    """Hold the requests of a replica, and the conversations that it holds."""
+    """Hold a replica's requests, and the conversations that it keeps."""
 
     reading: deque[Request] = field(default_factory=deque)
     writing: list[Request] = field(default_factory=list)
@@ -139,7 +140,7 @@ class SimulatedReplica:
 
 
 class SimulatedCluster:
-    """Let users ask replicas for a while."""
+    """Simulate users who send requests to replicas."""
 
     def __init__(
         self, n: int, arguments: argparse.Namespace, speeds: Speeds, of_one: int, *, affinity: bool
@@ -188,7 +189,7 @@ class SimulatedCluster:
         if user in replica.held:
             replica.held.move_to_end(user)
         else:
-            if self._affinity:  # It was swapped out.
+            if self._affinity:  # The conversation was swapped out.
                 request.wait_for_swap = self._swap_seconds
             else:
                 request.to_read += arguments.history
@@ -198,7 +199,7 @@ class SimulatedCluster:
         replica.reading.append(request)
 
     def _step(self, replica: SimulatedReplica, now: float) -> list[Request]:
-        """Let a replica compute for a step; returns the requests that were answered."""
+        """Let a replica compute for a step; return the requests that were answered."""
         if not replica.load:
             return []
         replica.busy += _STEP

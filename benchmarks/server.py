@@ -1,5 +1,4 @@
-"""Send many requests to `entropykv serve`, and measure memory growth, latency, and how fast it
-stops.
+"""Measure a server's growth of memory, its latency, and how fast it stops, over many requests.
 
 python benchmarks/server.py [-n 1000] [-m model.gguf]
 """
@@ -36,14 +35,15 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
     )
     log = process.stderr or sys.stdin
     first = log.readline()
-    # Read the log, because a full pipe would block the server.
+    # A thread reads the log, because a full pipe would block the server.
     threading.Thread(target=log.read, daemon=True).start()
     return process, re.findall(r"http://\S+/v1", first)[0]
 
 
 def one_request(client: openai.OpenAI, index: int) -> float:
-    """Return the seconds of one answer of 16 tokens; requests alternate between whole, streamed,
-    chat and refused.
+    """Return the seconds of one answer of 16 tokens.
+
+    By their index, requests are whole, streamed, of a chat, or refused.
     """
     begin = time.perf_counter()
     options: dict[str, Any] = {"model": "any", "max_tokens": 16}

@@ -44,21 +44,21 @@ SECONDS = 900
 
 @dataclass
 class Answers(Streams):
-    """Hold when clients received tokens, and whose streams were interrupted."""
+    """Record when clients received tokens, and which streams were interrupted."""
 
     failures: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[str]:
-    """Run a server on a free port; yields its address once it is ready."""
+    """Run a server on a free port; yield its address once it is ready."""
     with running_process(command) as (url, _):
         yield url
 
 
 @contextlib.contextmanager
 def running_process(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a server on a free port; yields its address and its process once it is ready."""
+    """Run a server on a free port; yield its address and its process once it is ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,9 +87,9 @@ def ask(
     enough: Event | None = None,
     written: list[str] | None = None,
 ) -> str:
-    """Stream one answer, and record when each token arrived; returns the error, if any.
+    """Stream one answer, and record when each token arrived; return the error, or "".
 
-    Once `enough` is set, the client disconnects. `written` gets the text of the tokens.
+    Once `enough` is set, the client disconnects. The text of each token is appended to `written`.
     """
     body = {"prompt": prompt, "stream": True, "temperature": 0, "cache_prompt": False, **options}
     try:
@@ -112,7 +112,7 @@ def ask(
 
 
 def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> Answers:
-    """Let all clients send their requests at once."""
+    """Let all clients send their requests at once; return when their tokens arrived."""
     answers = Answers([0.0] * len(prompts), [[] for _ in prompts])
 
     def client(i: int) -> str:
@@ -138,7 +138,7 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
             time.sleep(0.01)
         while sum(not each.done() for each in asked) == writers and len(waits) < 3:
             times: list[float] = []
-            # Use tokens that begin unlike anything that was read before.
+            # These tokens begin unlike any text that was read before.
             fresh = prompts[-1][1 + len(waits) :]
             start = time.perf_counter()
             ask(url, fresh, {**options, "max_tokens": 1}, times)
@@ -158,9 +158,9 @@ def commands(
     options: argparse.Namespace, n: int, longest: int, n_bytes: int, fits: int | None = None
 ) -> dict[str, list[str]]:
     """Return the commands of both servers for n conversations of at most `longest` tokens, in
-    n_bytes.
+    n_bytes bytes.
 
-    `fits`: how many of the conversations llama-server has room for; None: all of them.
+    `fits`: the number of conversations for which llama-server has room; None: all of them.
     """
     usual = ["-m", options.model, "-np", str(n), "-t", str(options.threads)]
     stock = [options.llama_server, *usual, "-c", str((fits or n) * longest), "-fa", "on"]
@@ -173,7 +173,9 @@ def commands(
 
 
 def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
-    """Start more conversations of two turns than llama-server has room for."""
+    """Let more conversations of two turns begin than llama-server has room for, and print the
+    figures.
+    """
     n, half = options.crowd, options.write // 2
     turn = 24
     longest = -(-(options.prompt + turn + 2 * half + 1) // CELL_PADDING) * CELL_PADDING

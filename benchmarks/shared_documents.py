@@ -3,10 +3,11 @@
 `python benchmarks/shared_documents.py [-m MODEL] [--tokens 6000] [--kv-budget 1.0]`
 
 Two processes open the same document with the budget that it was read with, one after the other, and
-each asks a question. What they hold is read from /proc: the resident set (rss), the part of it that
-no file backs (anonymous), and the proportional set (pss), which counts a page that two processes
-share half for each. All figures are MiB above what the process had before it opened the document;
-weights are mapped, and were read before. `peak` is the largest resident set while it opened.
+each asks a question. Their memory is read from /proc: the resident set (rss), the part of it that
+no file backs (anonymous), and the proportional set (pss), which counts half of a page for each of
+two processes that share it. All figures are MiB above what the process had before it opened the
+document; weights are mapped, and were read before. `peak` is the largest resident set while it
+opened.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ def memory(name: str) -> float:
 
 
 def forget_peak() -> None:
-    """Let the system count the largest resident set anew."""
+    """Let the system measure the largest resident set again from now on."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def ask(model: str, document: str, budget: str) -> None:
-    """Open a document, and ask; before every step, wait for a line of input."""
+    """Open a document and ask about it; wait for a line of input before every step."""
     names = ("Rss", "Anonymous", "Pss")
     with Session(model, n_ctx=N_CTX, kv_budget=budget) as session:
         session.decode(session.tokenize("The weights are read here."))
@@ -75,10 +76,10 @@ def ask(model: str, document: str, budget: str) -> None:
 
 
 class Asking:
-    """A process that opens a document, and says what it holds."""
+    """Run a process that opens a document step by step, and prints its memory."""
 
     def __init__(self, model: str, document: Path, budget: str) -> None:
-        """Start it."""
+        """Start the process."""
         command = [sys.executable, __file__, "-m", model, "--kv-budget", budget]
         command += ["--ask", str(document)]
         self._process = subprocess.Popen(
@@ -86,24 +87,24 @@ class Asking:
         )
 
     def listen(self) -> None:
-        """Print the next line that it says."""
+        """Print the next line of the process."""
         said = self._process.stdout.readline() if self._process.stdout else ""
         print(f"process {self._process.pid}: {said.rstrip()}")
 
     def go_on(self) -> None:
-        """Let it go on."""
+        """Let the process do its next step."""
         if self._process.stdin:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
 
     def end(self) -> None:
-        """Let it end, and wait for that."""
+        """Let the process end, and wait for it."""
         self.go_on()
         self._process.wait()
 
 
 def measure(model: str, document: Path, budget: str) -> None:
-    """Let processes open and ask a document, and print what they say."""
+    """Let processes open a document and ask about it, in turns, and print their memory."""
     print(f"{document}: {document.stat().st_size / MIB:.1f} MiB")
     running = [Asking(model, document, budget) for _ in range(N_PROCESSES)]
     for process in running:

@@ -1,4 +1,4 @@
-"""Measure what conversations of unequal need lose in one pool, against equal parts of the same
+"""Measure what conversations of unequal need lose in one pool, compared with equal parts of its
 bytes.
 
 python benchmarks/shares.py [-m model.gguf] [--policy adaptive] [--case short,dull]
@@ -48,7 +48,7 @@ def cut(name: str, text: list[int], first: int, n_tokens: int) -> Conversation:
 
 
 def cases(model: Model, length: int) -> dict[str, list[Conversation]]:
-    """Return the conversations of each case, by name."""
+    """Return the conversations of each case, by the name of the case."""
     prose = "\n".join(read_texts("heldout_prose_*.txt").values())
     text = model.tokenize(prose, add_bos=False, special=False)
     again = model.tokenize(SENTENCE * length, add_bos=False, special=False)
@@ -62,7 +62,7 @@ def cases(model: Model, length: int) -> dict[str, list[Conversation]]:
 
 
 def rows_of(pool: Pool, conversations: list[Conversation]) -> tuple[list[Rows], list[float]]:
-    """Read all conversations together; returns the logits of their continuations, and the mean
+    """Read all conversations together; return the logits of their continuations, and their mean
     entries per KV head.
     """
     sessions = [pool.session() for _ in conversations]
@@ -85,7 +85,7 @@ def divergence(reference: Rows, found: Rows) -> tuple[float, float]:
 
 
 def run(options: argparse.Namespace, name: str, conversations: list[Conversation]) -> None:
-    """Print a line for each conversation and way of sharing, and the mean of all."""
+    """Print a line for each conversation and way of sharing, and the mean of all conversations."""
     longest = max(len(each.tokens) + len(each.follows) for each in conversations)
     n, n_ctx = len(conversations), longest + 64
 

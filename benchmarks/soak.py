@@ -1,4 +1,5 @@
-"""Send many requests of many clients to `entropykv serve -np`: is anything lost, does memory grow?
+"""Find out whether `entropykv serve -np` loses anything or grows, under many requests of many
+clients.
 
 python benchmarks/soak.py [--requests 2000] [--clients 32] [--freeze ram] [--hostile 0.05]
 
@@ -46,24 +47,24 @@ N_CTX = 1024
 SECONDS = 300
 """The timeout of one request, in seconds."""
 SAMPLES = 10
-"""How often memory is measured, at equal intervals of requests."""
+"""The number of times that memory is measured, at equal intervals of requests."""
 
 
 @dataclass
 class Tally:
-    """Count the outcomes of all requests, and of the facts that were asked for."""
+    """Count the outcomes of all requests, and right answers about facts."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
-    """The outcomes of hostile requests."""
+    """How often hostile requests had each outcome."""
     wrong: list[str] = field(default_factory=list)
     """Errors of the server that must never happen, whatever it receives."""
     right: int = 0
     asked: int = 0
     first: list[float] = field(default_factory=list)
-    """Seconds to the first token."""
+    """The seconds to the first token of each answer."""
     rss: list[float] = field(default_factory=list)
-    """Resident MiB of the server, after each interval of requests."""
+    """The resident MiB of the server after each interval of requests."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -73,7 +74,7 @@ class Tally:
 
 
 class Client:
-    """Hold conversations of one client, one after the other."""
+    """Hold the conversations of one client, one after the other."""
 
     def __init__(self, url: str, seed: int, options: argparse.Namespace, tally: Tally) -> None:
         """Use `seed` for lengths, texts, and the choice of streams to abort."""
@@ -113,7 +114,7 @@ class Client:
         return True
 
     def _is_wanted(self, more: Any) -> bool:
-        """Tell whether another normal request is wanted; hostile ones are sent here, at once."""
+        """Tell whether another normal request is wanted; hostile requests are sent meanwhile."""
         while more():
             if self._attacks.random() >= self._options.hostile:
                 return True
@@ -133,7 +134,9 @@ class Client:
             self._tally.wrong += [wrong] if wrong else []
 
     def _answer(self, prompt: str, n_tokens: int, *, leaves: bool = False, **more: Any) -> str:
-        """Stream an answer; with `leaves`, close the connection in the middle."""
+        """Stream an answer, and return its text; with `leaves`, close the connection in the
+        middle.
+        """
         body = {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0, "stream": True, **more}
         if self._n % 2:
             body["user"] = f"{self._name}, {self._n}"
@@ -168,7 +171,7 @@ class Client:
 
 
 def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
-    """Let all clients send requests until there were enough."""
+    """Let all clients send requests until there were enough; return the counts."""
     tally, begun, lock = Tally(), 0, threading.Lock()
 
     every = max(1, options.requests // SAMPLES)
@@ -198,7 +201,7 @@ def figures(url: str) -> dict[str, float]:
 
 
 def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
-    """Print all results; returns whether nothing was lost."""
+    """Print all results; return whether nothing was lost."""
     print(f"{tally.n_done} requests in {seconds:.0f} s: {dict(tally.outcomes)}")
     print(
         f"first token: median {statistics.median(tally.first):.2f} s, worst {max(tally.first):.2f}"

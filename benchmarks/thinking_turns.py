@@ -1,4 +1,4 @@
-"""Show what the turns of a thinking model read, hold and write on a server.
+"""Show how many tokens the turns of a thinking model read, hold and write on a server.
 
     python benchmarks/thinking_turns.py [-m MODEL] [--turns 5] [--thought 400]
 
@@ -34,12 +34,12 @@ TEMPLATE = (
 SYSTEM = "Simon lives in Oslo. Ines plays the harp. The quiet barn stood below the square. " * 12
 ANSWER_TOKENS = 24
 TAG_TOKENS = 12
-"""An upper limit for the tokens of the tag that ends a thought."""
+"""The most tokens that the tag at the end of a thought may have."""
 
 
 @contextmanager
 def serving(options: list[str]) -> Iterator[str]:
-    """Run a server, and return its address."""
+    """Run a server, and yield its address."""
     command = [sys.executable, "-m", "entropykv.cli", "serve", "--port", "0", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     log = process.stderr or sys.stdin
@@ -47,7 +47,7 @@ def serving(options: list[str]) -> Iterator[str]:
     address = next(
         found[0] for line in lines if (found := re.search(r"http://[\d.]+:\d+", line)) is not None
     )
-    # Read the log, because a full pipe would block the server.
+    # A thread reads the log, because a full pipe would block the server.
     reader = threading.Thread(target=log.read, daemon=True)
     reader.start()
     try:
@@ -58,7 +58,7 @@ def serving(options: list[str]) -> Iterator[str]:
 
 
 def turns(address: str, n_turns: int, thought: int) -> Iterator[dict[str, Any]]:
-    """Hold a conversation, and yield what each turn cost."""
+    """Hold a conversation, and yield the figures of each turn."""
     messages = [{"role": "system", "content": SYSTEM}]
     read = 0
     for turn in range(n_turns):

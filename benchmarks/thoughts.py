@@ -11,7 +11,7 @@ There are two tasks, each with all policies and budgets:
   greedily for 640 tokens. The score is how many tokens equal those of the passage, in order. A
   budget is a fraction of the 832 tokens of the whole text.
 
-Besides `auto` and `fast`, the policies are `uniform`, which goes by the attention of the text, and
+Besides `auto` and `fast`, the policies are `uniform`, which ranks by attention of the text, and
 `recency`.
 """
 
@@ -38,8 +38,8 @@ PASSAGE, RECITED = 96, 640
 
 
 def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int]:
-    """Return the tokens that the model writes after a document with all entries, without tokens
-    that end a text.
+    """Return the tokens that the model writes after a document with all entries; no token ends the
+    text.
     """
     with Session(model, n_ctx=CONTEXT, kv_budget=1.0, n_threads=n_threads) as session:
         session.decode(session.tokenize(case.document, add_bos=True))
@@ -104,8 +104,8 @@ def recite(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[float, str]]:
-    """Yield all pairs of a budget and a policy; with all entries, only one policy, since they are
-    equal.
+    """Yield all pairs of a budget and a policy; with all entries, policies are equal, so only
+    one.
     """
     for budget in options.kv_budgets:
         for policy in options.policies if budget < 1.0 else options.policies[:1]:

@@ -53,7 +53,7 @@ SECONDS = 12
 
 @contextmanager
 def viewer(url: str) -> Iterator[list[int]]:
-    """View the cache during the `with` block; yields a list that gets the number of received bytes
+    """View the cache during the `with` block; yield a list that holds the number of received bytes
     at the end.
     """
     received, stop = [0], threading.Event()
@@ -83,7 +83,7 @@ class Block:
 
 
 def write_block(server: Server, n_conversations: int, turn: int) -> Block:
-    """Let every conversation continue its prompt."""
+    """Let every conversation continue its prompt by a block of tokens; return the figures."""
     process = psutil.Process(server.process.pid)
 
     def write(number: int) -> None:
@@ -102,7 +102,7 @@ def write_block(server: Server, n_conversations: int, turn: int) -> Block:
 
 
 def watched_ratio(model: Path, n_conversations: int) -> None:
-    """Print the cost of tokens with a viewer, relative to that without one."""
+    """Print the cost of tokens with a viewer of the cache, relative to that without one."""
     parallel = ("--parallel", n_conversations) if n_conversations > 1 else ()
     budget = ("-c", 8192, "--kv-budget", 512 * n_conversations)
     server = Server(*parallel, model=model, usual=(*budget, "-t", 1))
@@ -131,7 +131,7 @@ def watched_ratio(model: Path, n_conversations: int) -> None:
 
 
 def look_cost() -> None:
-    """Print the time of a picture by entries."""
+    """Print the time to make a picture of the cache, by the number of entries."""
     tokens = 2048
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "wide.gguf"
@@ -152,7 +152,7 @@ def look_cost() -> None:
 
 
 def picture(step: int, columns: int) -> dict[str, Any]:
-    """Return a picture of the wanted size, in which something changes at every step."""
+    """Return a picture of the cache with the wanted number of columns; it differs at every step."""
     noise = np.random.default_rng(step)
     rows = LAYERS * HEADS
     held = (np.round(noise.random((rows, columns)) ** 6 * 16) * 15).astype(np.uint8)
@@ -277,7 +277,7 @@ def page_speed() -> None:
 
 
 def measured(page: Any, box: Any, *, moves: bool) -> list[float]:
-    """Return the durations of frames, in milliseconds."""
+    """Return the durations of frames in milliseconds; with `moves`, while the mouse moves."""
     page.evaluate(f"window.frames_ = ({MEASURE})({SECONDS}); 0")
     end = time.perf_counter() + SECONDS
     step = 0

@@ -29,11 +29,11 @@ from memory import resident
 
 PROMPT = list(range(100, 132))
 WRITTEN = 24
-"""Tokens that each conversation writes."""
+"""The tokens that each conversation writes."""
 
 
 def files(options: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """Make the wanted files, one at a time."""
+    """Yield the name and the path of each wanted file, which exists only until the next one."""
     if options.bitnet:
         with made(options.folder / "random.gguf") as path:
             random_bitnet(path, bitnet_shape(options.bitnet))

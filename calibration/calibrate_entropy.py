@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Measure the attention entropy of a model's heads: the BitNet document's command line.
+"""Measure the attention entropy of a model's heads, by the command line of the BitNet document.
 
     python calibrate_entropy.py --model microsoft/bitnet-b1.58-2B-4T --output entropy_config.json
     python calibrate_entropy.py --model model.gguf
     python calibrate_entropy.py --from-results results.json --output entropy_config.json
 
-The same as `entropykv calibrate`: a GGUF file runs in llama.cpp, as users run it; anything else is
-a directory or name for transformers (entropykv[hf]).
+It does the same as `entropykv calibrate`: a GGUF file runs in llama.cpp, as users run it; anything
+else is a directory or name for transformers (entropykv[hf]).
 """
 
 from __future__ import annotations

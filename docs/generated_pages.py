@@ -2,8 +2,8 @@
 
 The options come from the command line's parser, the formats from JSON schemas and docstrings, the
 flags of llama.cpp from the table by which the commands read them, and the architectures from what
-`make architectures` measured. mkdocs calls `on_files` (see `hooks` in mkdocs.yml). The files of
-these names in the repository have the part that people write, so that links work there, too.
+`make architectures` measured. mkdocs calls `on_files` (see `hooks` in mkdocs.yml). The repository
+has files with the same names, with the parts that people write, so that links work there, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from entropykv.settings.recovery import Recovery
 
 REFERENCE = Path(__file__).parent / "reference"
 NOT_HERE = "<!-- generated from here on -->"
-"""It begins the part of a page that readers of the repository see instead of a table."""
+"""The line from which on a page shows readers of the repository what stands in place of a table."""
 
 SCHEMA = Path(entropykv.__file__).parent / "schemas" / "entropy_profile.schema.json"
 
@@ -195,23 +195,23 @@ def kind(field: dict[str, Any]) -> str:
 
 
 def flags_page() -> str:
-    """Return what the repository's page says of llama.cpp's flags, and what becomes of each."""
+    """Return the written part of the page about llama.cpp's flags, and a table of all flags."""
     return f"{written_part('llama-flags.md')}\n{flag_table()}"
 
 
 def architectures_page() -> str:
-    """Return what the repository's page says of architectures, and the table of all of them."""
+    """Return the written part of the page about architectures, and a table of all architectures."""
     return f"{written_part('architectures.md')}\n{format_architectures(checked_architectures())}\n"
 
 
 def written_part(page: str) -> str:
-    """Return a page of the reference without its note where the generated part is."""
+    """Return the written part of a page: all before the line NOT_HERE."""
     text = (REFERENCE / page).read_text(encoding="utf-8")
     return text.partition(NOT_HERE)[0]
 
 
 def flag_table() -> str:
-    """Return the counts, and one row for all flags that are treated equally."""
+    """Return a table of counts, and one with a row for all flags that are treated equally."""
     counts = ["| flags of | at | taken | taken with a note | refused |", "|---|---|---|---|---|"]
     for tools, programs, command in (
         (CLI, "llama-cli", "run"),
@@ -238,7 +238,7 @@ def treatments(flag: LlamaFlag) -> tuple[Treatment, Treatment, Treatment]:
 
 
 def told_of(treatment: Treatment) -> str:
-    """Return what a command does with a flag, in the words of its messages."""
+    """Return what a command does with a flag, in the words of its message."""
     if treatment.use is Use.TAKEN:
         return "taken"
     if treatment.use is Use.NOTED:

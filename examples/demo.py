@@ -1,8 +1,8 @@
 """Ask for ten facts of one document after reading it, to see what a small KV cache still knows.
 
 The facts are planted into a long text, and nothing tells a cache during reading what will be asked.
-Stock llama.cpp with its full cache is the reference: facts that it misses are not known to the
-model.
+Stock llama.cpp with its full cache is the reference: it shows which facts the model can know at
+all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PASSAGE_TOKENS = 2048
 FACTS = 10
 SEED = 0
 WRITTEN_TOKENS = 48
-"""How many tokens are written after the document, to measure the speed of decoding."""
+"""The number of tokens that are written after the document, to measure the speed of decoding."""
 
 STOCK = "stock llama.cpp, full cache"
 CACHES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "--kv-budget 0.1 --freeze ram": {"kv_budget": 0.1, "freeze": "ram"},
     "--kv-budget 0.2 --policy recency": {"kv_budget": 0.2, "policy": "recency"},
 }
-"""Arguments of Session, by their spelling on the command line."""
+"""For each cache, by its options on the command line, the arguments of Session."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ def plant(path: Path) -> RecallItem:
 def examine(
     reader: Session | StockSession, item: RecallItem, tick: Callable[[int], object]
 ) -> tuple[list[bool], float, float]:
-    """Read the document and ask for every fact; returns which facts were known, and the speeds of
-    reading and writing.
+    """Read the document and ask for every fact; return which facts were known, and tokens per
+    second of reading and writing.
     """
     logits, seconds = read(reader, item.tokens, tick)
     state = reader.files.save_state()

@@ -1,5 +1,5 @@
-"""Use llama-cpp-python's interface inside a KV budget: a chat, and then a model that is already
-loaded.
+"""Use llama-cpp-python's interface inside a KV budget: chat, then put a loaded model into a
+budget.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of them i
 
 
 def dropped(event: EvictionEvent) -> None:
-    """Print what an eviction kept."""
+    """Print what an eviction dropped and kept."""
     print(f"\n  [{event.evicted} entries evicted at {event.position} tokens, {event.kept} kept]")
 
 

@@ -1,5 +1,5 @@
-"""Ask several questions about a long document that is read once: each starts from the
-saved state.
+"""Ask several questions about a long document, which is read once: each starts from the saved
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main() -> None:
     before, after = (
         "<|im_start|>user\n" + document + "\n\n",
         "<|im_end|>\n<|im_start|>assistant\n",
-    )  # SmolLM2 has this chat template.
+    )  # This is SmolLM2's chat template.
 
     llm = EntropyLlama(
         str(shipped.smollm2().path), n_ctx=8192, kv_budget=1536, n_threads=2, verbose=False
@@ -31,7 +31,7 @@ def main() -> None:
     start = time.perf_counter()
     prefix = llm.tokenize(before.encode(), add_bos=False, special=True)
     llm.eval(prefix)
-    state = llm.save_state()  # The entries that the budget keeps: 1536 per KV head.
+    state = llm.save_state()  # The state has the entries that the budget keeps: 1,536 per KV head.
     print(
         f"read {len(prefix)} tokens in {time.perf_counter() - start:.1f} s; "
         f"the state has {state.llama_state_size / 2**20:.1f} MiB"

@@ -31,7 +31,7 @@ class ByEntropy(OwnPolicy):
         self.sums = np.zeros(0)
 
     def observe(self, seen: MicroBatchSeen) -> None:
-        """Add up the entropies of each KV head: for every token, the mean of its query heads."""
+        """Add up the entropies of each KV head: for every token, the mean over its query heads."""
         of_heads = []
         for layer, n_kv_heads in enumerate(seen.heads_per_layer):
             rows = seen.entropies(layer)
@@ -63,7 +63,7 @@ class ByEntropy(OwnPolicy):
 
 
 def main(path: str) -> None:
-    """Read a text with a budget of a fifth of the context, and print how many entries every layer
+    """Read a text in a budget of a fifth of the context, and print how many entries every layer
     keeps.
     """
     with Session(path, n_ctx=512, kv_budget=0.2, policy=ByEntropy(sharpness=2.0)) as session:

@@ -1,8 +1,8 @@
 """Make the shipped files from a checkpoint: `python -m training.export build/bitnet-facts`.
 
-The checkpoint is written as a Hugging Face directory (beside the checkpoint), which `entropykv
-convert` then converts to TQ2_0, as any other BitNet. A document to ask about and the entropy
-profile of the heads, measured in documents with questions, are written, too.
+The checkpoint is written as a Hugging Face directory beside it, which `entropykv convert` then
+converts to TQ2_0, as any other BitNet. Two more files are written: a document to ask about, and the
+entropy profile of the heads, measured in documents with questions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from training.tokenizer import WordTokenizer
 
 N_CTX = 2048
 _SHIPPED = Path(__file__).resolve().parents[1] / "python" / "entropykv" / "demo"
-_SPLIT = (  # The pattern of Llama 3, except that its merges are replaced by whole words.
+# This is the regular expression of Llama 3; the merges of its tokenizer are replaced by whole
+# words.
+_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

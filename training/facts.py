@@ -23,8 +23,8 @@ STOP, LINE, STOP_LINE, STOP_LINES, ASK = ".", "\n", ".\n", ".\n\n", "?"
 
 @dataclass(frozen=True)
 class Relation:
-    """Hold the words of a relation: `question` and `statement` surround the subject, `values` can
-    follow.
+    """Hold the words of a relation: `question` and `statement` surround the subject, and one of
+    `values` ends the sentence.
     """
 
     question: tuple[list[str], list[str]]
@@ -133,7 +133,7 @@ class Writer:
         self.random = random.Random(seed)
 
     def fact(self, known: dict[tuple[int, int], Fact], held_out: bool) -> Fact:
-        """Return a new fact: of a subject and relation that has none yet."""
+        """Return a new fact about a subject and relation for which there is none in `known`."""
         pick = self.random.random
         while True:
             if known and pick() < 0.3:

@@ -183,8 +183,8 @@ def place_induction(model: BitNet) -> None:
 
     angle = torch.arange(1, shape.n_head + 1)[:, None] * (
         shape.rope_base ** (-torch.arange(half) / half)
-    )  # Each head's distance rotates pairs by these.
-    # Use only the fast pairs, because the slow ones cannot tell neighbours apart.
+    )  # These angles rotate the pairs by the distance of each head.
+    # Only the fast pairs are used, because slow ones cannot tell neighbours apart.
     fast = (torch.arange(half) < 8).expand_as(angle)
     query = torch.cat((fast * angle.cos(), -(fast * angle.sin())), dim=1).flatten()
     key = torch.cat((fast.float(), torch.zeros_like(angle)), dim=1).flatten()

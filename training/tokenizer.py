@@ -13,7 +13,7 @@ def byte_characters() -> list[str]:
 
 
 class WordTokenizer:
-    """Assign ids: first the special tokens, then the words, then the bytes."""
+    """Assign token ids: first to the special tokens, then to the words, then to the bytes."""
 
     def __init__(self) -> None:
         """Use the vocabulary of the documents."""

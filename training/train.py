@@ -22,14 +22,14 @@ from training.tokenizer import WordTokenizer
 
 LENGTHS = [64, 128, 256, 512, 1024, 2048]
 TOKENS_PER_STEP = 8192
-ENOUGH = 0.9  # Share of right answers at which the next length begins.
-REST = 0.15  # Share of the other tokens that also count in the loss.
+ENOUGH = 0.9  # The share of right answers at which the next length begins.
+REST = 0.15  # The share of tokens outside answers that also count in the loss.
 REST_WEIGHT = 0.3
 
 
 @dataclass
 class Progress:
-    """Hold the progress that a checkpoint has besides weights and optimiser."""
+    """Hold the progress of a training, which a checkpoint has besides weights and optimiser."""
 
     step: int = 0
     tokens: int = 0
@@ -91,7 +91,9 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end, and save a checkpoint every five minutes."""
+        """Train until the given number of tokens was read, and save a checkpoint every five
+        minutes.
+        """
         saved = time.monotonic()
         while self.progress.tokens < self.options.tokens:
             started = time.monotonic()
@@ -108,7 +110,7 @@ class Trainer:
         self.save()
 
     def step(self) -> tuple[float, float]:
-        """Train on one batch; returns loss and accuracy of its answers."""
+        """Train on one batch; return the loss and the accuracy of its answers."""
         progress = self.progress
         # The seed of a step is the same after the training was resumed.
         torch.manual_seed(self.options.seed + progress.step)
@@ -133,8 +135,8 @@ class Trainer:
         return float(losses[asked].detach().mean()), float(right.float().mean())
 
     def rate(self) -> float:
-        """Return the learning rate: warm-up over 200 steps, and decay to a twentieth over the last
-        third.
+        """Return the learning rate, with a warm-up over 200 steps, and decay to a twentieth over
+        the last third.
         """
         left = 1.0 - self.progress.tokens / self.options.tokens
         warm = min(1.0, (self.progress.step + 1) / 200)

@@ -1,4 +1,4 @@
-"""List the words of the facts model: every word is one token."""
+"""List the words of the facts model; every word is one token."""
 
 from __future__ import annotations
 

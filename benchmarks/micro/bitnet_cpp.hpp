@@ -1,5 +1,5 @@
-// Calls the kernel that bitnet.cpp computes ternary products with, where its sources were given.
-// Its tokens are integers here: what rounding them takes is not counted.
+// Calls the kernel with which bitnet.cpp computes ternary products, if its sources were given. Its
+// tokens are integers here, so that the time to round activations is not counted.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 #if defined(ENTROPYKV_BITNET_CPP)
 #include "gemm-config.h"
 
-// src/ggml-bitnet-mad.cpp defines it: it multiplies one row with nrc tokens, `by` bytes apart, and
-// writes floats that are `bs` apart.
+// Defined in src/ggml-bitnet-mad.cpp: multiplies one row with nrc tokens, which are `by` bytes
+// apart, and writes floats that are `bs` apart.
 void ggml_vec_dot_i2_i8_s(int n, float* s, std::size_t bs, const void* vx, std::size_t bx,
                           const void* vy, std::size_t by, int nrc);
 
 namespace entropykv {
 
-// Random ternary weights as its I2_S has them: byte m of every 32 holds values m, m + 32, m + 64
-// and m + 96 of 128, the first in the upper bits.
+// Holds random ternary weights in bitnet.cpp's I2_S: byte m of every 32 holds values m, m + 32, m +
+// 64 and m + 96 of 128, the first in the upper bits.
 class BitnetCpp {
 public:
     BitnetCpp(int n_values, int n_rows, int n_tokens)
@@ -37,7 +37,7 @@ public:
             x = static_cast<std::int8_t>(static_cast<int>(random() % 255) - 127);
     }
 
-    // In its tiles.
+    // Computes all products in the tiles of bitnet.cpp.
     void run() {
         for (int row = 0; row < n_rows_; row += COL_BLOCK_SIZE)
             for (int t = 0; t < n_tokens_; t += ROW_BLOCK_SIZE)
@@ -48,7 +48,7 @@ public:
                                          std::min(ROW_BLOCK_SIZE, n_tokens_ - t));
     }
 
-    // Tells whether the sums of run() are those of its codes, of a row and a token.
+    // Tells whether run() has computed the product of a row and a token correctly.
     bool is_right(int row, int token) const {
         int sum = 0;
         for (int i = 0; i < n_values_; ++i) {

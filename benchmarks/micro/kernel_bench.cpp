@@ -1,6 +1,6 @@
-// Measures the decode kernel alone, against a plain read of the same bytes by as many threads, in
-// alternation. Every pass reads `working set` MiB of pages, spread over as many heads as that
-// takes: what lies in a cache between two passes of a real model's layers is not measured.
+// Measures the decode kernel alone, in alternation with a plain read of the same bytes by as many
+// threads. Every pass reads `working set` MiB of pages, spread over enough heads, so that the
+// caches hold no more of them than between two passes through a real model.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -25,14 +25,14 @@ namespace {
 using namespace entropykv;  // NOLINT: a benchmark of all of it
 
 constexpr int kPage = 16;
-constexpr int kUnit = 256;  // entries of one call of the kernel
+constexpr int kUnit = 256;  // the entries of one call of the kernel
 
 struct Options {
     std::vector<int> dims{64, 80, 96, 128};
     std::vector<int> groups{1, 3, 4, 8};
     std::vector<int> entries{1024, 4096, 16384, 131072};
     std::vector<std::string> types{"f16", "q8_0"};
-    std::vector<std::string> kernels;  // empty: all
+    std::vector<std::string> kernels;  // empty: all of them
     int threads = 1;
     int mebibytes = 256;
     int passes = 7;
@@ -94,7 +94,7 @@ Options parse(int argc, char** argv) {
     return options;
 }
 
-// `heads` heads of `entries` entries, one page after another in memory.
+// Holds `heads` heads of `entries` entries in pages that lie one after another in memory.
 class Pages {
 public:
     Pages(KvType type, int dim, int entries, std::size_t least_bytes)
@@ -151,9 +151,9 @@ private:
     std::vector<const std::byte*> pages_;
 };
 
-// Times a pass over units 0 .. n - 1 several times. One thread: every slice of units is timed by
-// itself, and counts with its fastest pass, so that other processes do not. Several threads: the
-// fastest pass counts.
+// Times several passes over units 0 to n - 1. With one thread, every slice of units is timed by
+// itself and counts with its fastest pass, so that other processes disturb less. With several
+// threads, the fastest whole pass counts.
 class Timer {
 public:
     Timer(int threads, int n_units, int n_slices)
@@ -200,7 +200,8 @@ constexpr std::size_t kReadUnit = 64 * 1024;
 void read_unit(const Pages& pages, int i) {
     const auto* words =
         reinterpret_cast<const std::uint64_t*>(pages.memory() + index(i) * kReadUnit);
-    std::uint64_t sums[32] = {};  // several vectors: the additions must not wait for each other
+    // There are several sums, so that an addition need not wait for the one before it.
+    std::uint64_t sums[32] = {};
     for (std::size_t j = 0; j < kReadUnit / sizeof(std::uint64_t); j += 32)
         for (std::size_t lane = 0; lane < 32; ++lane) sums[lane] += words[j + lane];
     std::uint64_t total = 0;

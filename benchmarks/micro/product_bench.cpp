@@ -56,7 +56,7 @@ double seconds_of(const std::function<void()>& action) {
     return (now - start) / n;
 }
 
-// Holds a matrix of random weights in both libraries, and random tokens.
+// Holds a matrix of random weights and random tokens, in the form of both libraries.
 class Subject {
 public:
     Subject(const Served& served, int n_values, int n_rows, int n_tokens, ggml_backend_t backend,

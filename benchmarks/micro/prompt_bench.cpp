@@ -1,6 +1,6 @@
 // Measures the prompt kernels alone, in CPU time of one thread: attention of tiles of 64 query rows
-// over one head's entries, and what its queries give to them afterwards, with weights that were
-// kept and without.
+// over one head's entries, and then what the queries give to the entries, from weights that were
+// kept or computed again.
 #include <ctime>
 
 #include <algorithm>
@@ -66,7 +66,7 @@ public:
         task_.state = {max_, sum_, weighted_, output_.data()};
     }
 
-    // Nanoseconds of one query row and entry.
+    // Returns the nanoseconds of one query row and one entry.
     double attend(bool keep) {
         task_.kept = keep ? kept_.data() : nullptr;
         return fastest([&] {

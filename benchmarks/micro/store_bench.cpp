@@ -1,6 +1,6 @@
-// Eviction and compaction alone, in time per million entries: what a full head does when a
-// micro-batch arrives, when its budget is halved, and when a sequence is cut back. Every figure is
-// the fastest of several passes over all heads of a store.
+// Measures eviction and compaction alone, in time per million entries: when a micro-batch comes to
+// a full head, when its budget is halved, and when a sequence is truncated. Every figure is the
+// fastest of several passes over all heads of a store.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -23,8 +23,8 @@ constexpr int kFillTokens = 512;
 struct Case {
     KvType type;
     int dim;
-    int budget;    // entries of a head
-    int n_tokens;  // A micro-batch has so many.
+    int budget;    // the entries of a head
+    int n_tokens;  // the tokens of a micro-batch
 };
 
 double seconds(const std::function<void()>& work) {
@@ -88,7 +88,7 @@ private:
         });
     }
 
-    // As attention would: rows, positions, no importance yet.
+    // Stages tokens as attention does: rows and positions, without importance yet.
     void stage(int n_tokens) {
         const KernelTable& kernels = *available_kernels().back();
         const PageLayout& layout = store_.layout(0);

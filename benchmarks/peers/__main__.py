@@ -1,31 +1,32 @@
-"""Peers side by side: the same weights and texts through other frameworks' eviction and ours.
+r"""Compare eviction by other frameworks and by entropykv, with the same weights and texts.
 
     pip install ".[peers]"
     python -m benchmarks.peers --results build/peers.jsonl
 
 kvpress's presses and entropykv: 2,048 tokens are read, entries are evicted to a keep ratio, and 256
-tokens are teacher-forced on top; against the full cache of the same framework. entropykv reads
-inside the budget in micro-batches of 512 (then SessionCache.resize() makes room to go on);
-kvpress reads the prompt at once, with all of its keys, and evicts after that. kvpress computes in
-float32 on the weights that the GGUF file's become; the first of its rows tells how far its full
-cache is from llama.cpp's. Bytes are shares of what K and V of the prompt take in f16.
+tokens are teacher-forced after them; the result is compared with the full cache of the same
+framework. entropykv reads inside the budget in micro-batches of 512 (then SessionCache.resize()
+makes room to go on); kvpress reads the prompt at once, with all of its keys, and evicts after that.
+kvpress computes in float32 with the dequantised weights of the GGUF file; the first of its rows
+shows how far its full cache is from llama.cpp's. Bytes are shares of what K and V of the prompt
+take in f16.
 
-OpenVINO GenAI and entropykv: greedy tokens equal to those of the full cache, and the speed of both
-and of stock llama.cpp, on an otherwise idle machine:
+OpenVINO GenAI and entropykv: the share of greedy tokens that equal those of the full cache, and the
+speed of both and of stock llama.cpp, on an otherwise idle machine:
 
-    python -m benchmarks.peers --measures speed --joined --prompt 6144 --keeps 1.0,0.2 \\
+    python -m benchmarks.peers --measures speed --joined --prompt 6144 --keeps 1.0,0.2 \
         --frameworks entropykv,openvino-genai --policies fast --kv-types q8_0
 
-Facts planted into the texts, and RULER's tasks (extra eval), both asked for after the context was
-read; question and answer are kept besides what is left of the context. Scores are those of
-`entropykv eval`:
+Facts planted into the texts, and RULER's tasks (extra eval), are both asked for after the context
+was read; question and answer are kept in addition to what is left of the context. Scores are those
+of `entropykv eval`:
 
-    python -m benchmarks.peers --measures facts --prompt 1500 --passkeys 10 --keeps 0.2 \\
+    python -m benchmarks.peers --measures facts --prompt 1500 --passkeys 10 --keeps 0.2 \
         --frameworks entropykv,kvpress --presses kvzip
-    python -m benchmarks.peers --measures ruler --tasks niah_single_1 --lengths 1024 --keeps 0.2 \\
+    python -m benchmarks.peers --measures ruler --tasks niah_single_1 --lengths 1024 --keeps 0.2 \
         --frameworks entropykv,kvpress --presses kvzip --texts 'heldout_prose_*'
 
-What is in the file of results is not measured again, so that a run can be interrupted.
+Results that the file of --results has are not measured again, so that a run can be interrupted.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from entropykv.evaluation.ruler.scores import TASKS, Suite
 from entropykv.llamacpp.model import Model
 
 PEERS = {"kvpress": "kvpress", "openvino-genai": "openvino_genai"}
-"""The other frameworks, and the Python modules that they need."""
+"""The other frameworks, each with the Python module that it needs."""
 TITLES = {
     AGREEMENT: "Teacher-forced continuation, against the framework's own full cache",
     GREEDY: "Greedy tokens, against the framework's own full cache",
@@ -68,7 +69,7 @@ TITLES = {
     RULER: "RULER, the question unknown while the context is read",
 }
 CONTINUING = (AGREEMENT, GREEDY, SPEED)
-"""The measures of a text's continuation."""
+"""The measures that need the continuation of a text."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -166,8 +167,8 @@ def continued_passages(options: argparse.Namespace, model: Model) -> list[Passag
 
 @dataclass(frozen=True)
 class Round:
-    """Hold passages for some of the measures; `protocol` distinguishes their results from other
-    runs.
+    """Hold passages for some of the measures; `protocol` tells their results from those of other
+    settings.
     """
 
     measures: tuple[str, ...]
@@ -176,8 +177,9 @@ class Round:
 
 
 def rounds(options: argparse.Namespace, model: Model) -> list[Round]:
-    """Return the rounds to measure; raises errors of entropykv, or ValueError, for
-    impossible ones.
+    """Return the rounds to measure.
+
+    Raises errors of entropykv, or ValueError, if the options ask for something impossible.
     """
     name, measures, found = model.geometry.path.name, options.measures.split(","), []
     if continuing := tuple(measure for measure in CONTINUING if measure in measures):
@@ -198,7 +200,7 @@ def rounds(options: argparse.Namespace, model: Model) -> list[Round]:
 
 
 def context_of(passage: Passage, n_greedy: int) -> int:
-    """Return the tokens that a passage and its continuation need."""
+    """Return the number of tokens that a passage and what follows it need."""
     followed = [len(passage.continuation), n_greedy]
     if passage.questions:
         followed = [longest(passage.questions)]
@@ -236,7 +238,9 @@ def main() -> int:
 
 
 def measure(passage: Passage, one: Round, found: list[Framework], file: ResultFile) -> None:
-    """Measure the results that the file lacks for a passage, with all frameworks."""
+    """Measure the results of a passage that the file lacks, with all frameworks, and add them to
+    the file.
+    """
     for framework in found:
         chosen = [method for method in framework.methods if method.measure in one.measures]
         wanted = file.pending(chosen, passage.name, one.protocol)

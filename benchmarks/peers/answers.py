@@ -1,4 +1,6 @@
-"""Ask questions about a text that was read: facts planted into texts, and RULER's tasks."""
+"""Ask questions about a text after it was read: facts that were planted into it, or RULER's
+tasks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class FactsSize:
 
 
 def score(session: AnySession, questions: Sequence[Question]) -> float:
-    """Ask a session that has read the prompt, each time from the same state; returns the
+    """Ask questions after the prompt that a session has read, each from the same state; return the
     mean score.
     """
     state = session.files.save_state()
@@ -39,7 +41,7 @@ def score(session: AnySession, questions: Sequence[Question]) -> float:
 
 
 def longest(questions: Sequence[Question]) -> int:
-    """Return the tokens of the longest question with its answer."""
+    """Return the number of tokens of the longest question with its answer."""
     return max(len(question.tokens) + question.n_answer for question in questions)
 
 
@@ -71,8 +73,8 @@ def facts_passages(pattern: str, model: Model, size: FactsSize, seed: int) -> li
 
 
 def ruler_passages(pattern: str, model: Model, suite: Suite, seed: int) -> list[Passage]:
-    """Return the samples of `entropykv eval --suite ruler`, with questions that are asked
-    afterwards.
+    """Return the samples of `entropykv eval --suite ruler`; questions are not known while the
+    context is read.
     """
     parts = ruler_parts(
         replace(suite, questions=("unknown",)), model, _texts(pattern), seed=seed, inside=False
@@ -108,4 +110,4 @@ def _knows(fact: Fact, answer: str) -> float:
 
 
 def _ignore(_n_tokens: int) -> None:
-    """Ignore the progress, which is not shown."""
+    """Take the progress of reading, which is not shown."""

@@ -30,7 +30,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Compressed:
-    """Hold a cache after a press was applied."""
+    """Hold a cache to which a press was applied."""
 
     cache: DynamicCache
     kept: float
@@ -58,7 +58,7 @@ class DensePrompt:
     """Hold the full cache of a prompt, and the recorded arguments of its layers' hooks."""
 
     def __init__(self, model: Any, prompt: Sequence[int]) -> None:
-        """Read the prompt."""
+        """Read the prompt once, and record the arguments."""
         self._model, self._n = model, len(prompt)
         keywords: list[dict[str, Any]] = []
         outputs: list[Any] = []
@@ -81,7 +81,7 @@ class DensePrompt:
         ]
 
     def compressed(self, press: Any | None = None) -> Compressed:
-        """Return a new cache after applying a press; without one, the full cache."""
+        """Return a new cache to which a press was applied; without a press, the full cache."""
         cache = DynamicCache()
         for index, seen in enumerate(self._layers):
             cache.update(seen.keys.clone(), seen.values.clone(), index)
@@ -111,8 +111,8 @@ class Continued:
     """Read tokens after a compressed prompt.
 
     Every layer gets its own mask, because layers may keep different numbers of entries. Entries
-    that a press evicts only for some heads are masked. (kvpress instead replaces their keys by ones
-    that get no attention; such keys do not always exist for many queries at once.)
+    that a press evicts only for some heads are masked. (kvpress itself replaces their keys by ones
+    that get no attention; for many queries at once, such keys may not exist.)
     """
 
     def __init__(self, model: Any, compressed: Compressed, n_prompt: int) -> None:
@@ -125,7 +125,7 @@ class Continued:
         self.position = n_prompt
 
     def read(self, tokens: Sequence[int]) -> Logits:
-        """Read tokens in one pass; returns their logits, (tokens, n_vocab)."""
+        """Read tokens in one pass; return their logits, (n_tokens, n_vocab)."""
         end = self.position + len(tokens)
         with torch.no_grad(), self._masks(len(tokens)):
             logits = self._model(
@@ -138,7 +138,7 @@ class Continued:
         return result
 
     def truncate(self, position: int) -> None:
-        """Remove the tokens from a position after the prompt on."""
+        """Remove the tokens from `position` on, which must lie after the prompt."""
         self.position = position
         for layer, kept in zip(self._cache.layers, self._kept, strict=True):
             n_entries = kept.shape[1] + position - self._n_prompt
@@ -167,8 +167,8 @@ class Continued:
 
 
 def _kept(module: Any, n_entries: int) -> torch.Tensor:
-    """Return which of the prompt's remaining entries each query head sees: (heads or 1,
-    entries).
+    """Return which of the prompt's remaining entries each query head sees: bool, (n_head or 1,
+    n_entries).
     """
     kept = torch.ones(1, n_entries, dtype=torch.bool)
     if (indices := getattr(module, "masked_key_indices", None)) is not None:
@@ -180,8 +180,8 @@ def _kept(module: Any, n_entries: int) -> torch.Tensor:
 
 
 def _mask(kept: torch.Tensor, n_read: int, n_tokens: int) -> torch.Tensor:
-    """Return which entries each query head sees: (1, heads or 1, tokens, kept entries + read
-    tokens).
+    """Return which entries each query head sees: bool, (1, n_head or 1, n_tokens, kept entries +
+    n_read + n_tokens).
     """
     causal = torch.ones(n_tokens, n_read + n_tokens, dtype=torch.bool).tril(n_read)
     rows = (len(kept), n_tokens)

@@ -1,9 +1,10 @@
-"""Measure OpenVINO GenAI: the same GGUF file, its cache eviction, greedy tokens.
+"""Measure OpenVINO GenAI with the same GGUF file: its cache eviction by greedy tokens, and its
+speed.
 
 Its eviction begins after the prompt, whose cache is dense, and continues during generation, in
 whole blocks. It offers no teacher forcing, so texts are compared: the greedy tokens under eviction
-with those of its own full cache, both with an f16 cache. Its reader of GGUF files does not compute
-the same numbers as llama.cpp. Therefore each framework is compared with its own full cache.
+with those of its own full cache, both in f16. Its reader of GGUF files does not compute the same
+numbers as llama.cpp. Therefore each framework is compared with its own full cache.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from benchmarks.peers.ours import equality
 from benchmarks.peers.protocol import GREEDY, SPEED, Method, Passage
 
 BLOCK = 32
-"""Tokens of a block on the CPU; all sizes are multiples of it."""
+"""The tokens of a block on the CPU; all sizes are multiples of it."""
 SINKS = 32
 RECENT_SHARE = 128 / 672
-"""The share of recent tokens in the cache, as in the default configuration of the library."""
+"""The share of the cache that is for recent tokens, as in the default configuration of the
+library.
+"""
 EXACT_HINTS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
 SPEED_HINTS: dict[str, dict[str, str]] = {
     "full cache, its own precisions": {},
@@ -46,12 +49,12 @@ def eviction(aggregation: str, keep: float, n_prompt: int) -> Any:
 
 
 class OpenVINO:
-    """Run pipelines of one model, with a new pipeline for every configuration."""
+    """Run a new pipeline of the model for every configuration."""
 
     name = "openvino-genai"
 
     def __init__(self, model: str, keeps: Sequence[float], n_greedy: int, n_threads: int) -> None:
-        """Prepare every aggregation at every keep ratio."""
+        """List all methods: every aggregation at every keep ratio, and the speeds."""
         self._model, self._n_greedy, self._n_threads = model, n_greedy, n_threads
         self.methods = [
             *(
@@ -80,7 +83,7 @@ class OpenVINO:
             yield method, equality(full, tokens) | {"kept": share, "bytes": share}
 
     def _speed(self, passage: Passage, hints: dict[str, str]) -> dict[str, float]:
-        """Return the speeds that the pipeline itself measures, with a full cache."""
+        """Return the speeds with a full cache, which the pipeline itself measures."""
         metrics = self._run(passage, None, hints).perf_metrics
         return {
             "prompt_speed": 1000 * len(passage.prompt) / metrics.get_ttft().mean,

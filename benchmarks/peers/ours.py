@@ -18,17 +18,18 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
 
 EQUAL_BYTES = ", equal bytes"
-"""The ending of the names of methods that keep as many entries as fit into the keep ratio's share
-of the f16 bytes.
+"""The ending of the names of methods that keep as many entries as fit into the same bytes.
+
+These bytes are the keep ratio's share of the full cache in f16.
 """
 
 STOCK = "stock llama.cpp, full cache"
-"""The method that the speeds and scores of others are compared with."""
+"""The name of the method with which speeds and scores of others are compared."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what all sessions of a run have in common."""
+    """Hold the settings that all sessions of a run have in common."""
 
     model: str
     n_ctx: int
@@ -36,7 +37,7 @@ class Run:
     entropy_config: str | None
 
     def session(self, policy: str, kv_type: str) -> Session:
-        """Open a headwise session that keeps everything until it is resized."""
+        """Open a session with the headwise store that keeps everything until it is resized."""
         return Session(
             self.model,
             n_ctx=self.n_ctx,
@@ -49,7 +50,7 @@ class Run:
 
 
 class StockReference:
-    """Run stock llama.cpp, once for each text and measure."""
+    """Run stock llama.cpp, at most once for each text and measure."""
 
     def __init__(self, run: Run) -> None:
         """Load the model."""
@@ -121,7 +122,8 @@ class Ours:
         keeps: Sequence[float],
         n_greedy: int,
     ) -> None:
-        """Prepare all policies, types and keep ratios; types smaller than f16 also at equal bytes.
+        """List all policies, types and keep ratios as methods; types smaller than f16 also at equal
+        bytes.
 
         Scores of answers take long, and are measured only at equal bytes.
         """
@@ -199,7 +201,7 @@ def kept_shares(session: Session) -> dict[str, float]:
 
 
 def bytes_per_token(session: Session, token: int) -> int:
-    """Return the bytes of a token's K and V in f16, for all KV heads; clears the session."""
+    """Return the bytes of a token's K and V in f16, for all KV heads; resets the session."""
     session.decode([token])
     n_bytes = session.stats().kv_bytes_full
     session.reset()
@@ -207,14 +209,16 @@ def bytes_per_token(session: Session, token: int) -> int:
 
 
 def entries_in(session: Session, n_bytes: int) -> int:
-    """Return the mean entries per KV head with which a session needs at most n_bytes bytes."""
+    """Return the mean number of entries per KV head for which n_bytes bytes are enough; resizes the
+    session.
+    """
     session.cache.resize(Budget("bytes", n_bytes))
     return int(np.mean([entries for layer in session.cache.budgets() for entries in layer]))
 
 
 def equality(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, float]:
-    """Return the share of tokens that are as expected, and the number before the first
-    difference.
+    """Return the share of tokens that are as expected, and the index of the first one that is
+    not.
     """
     equal = [a == b for a, b in zip(expected, tokens, strict=True)]
     return {

@@ -11,13 +11,13 @@ import kvpress
 
 @dataclass(frozen=True)
 class PressKind:
-    """Hold how to make a press that evicts a given share of entries."""
+    """Describe a press: how it is made for a share of entries to evict, and what it needs."""
 
     make: Callable[[float], Any]
     own_prefill: bool = False
-    """If true, the press reads the prompt in its own way, several times."""
+    """True if the press reads the prompt in its own way, several times."""
     eager: bool = False
-    """If true, the press needs attention matrices, which transformers returns only with eager
+    """True if the press needs matrices of attention, which transformers returns only with eager
     attention.
     """
 
@@ -71,8 +71,8 @@ PRESSES: dict[str, PressKind] = {
 }
 """All presses by the name of their rows, the slow ones last.
 
-Left out: presses that need weights or patterns from a model hub for the model (FastKVzip, KVzap,
-QFilter, ExpectedAttentionStats, LU-KV, RestoreKV, DMS, DuoAttention), that read a question (Finch),
-that have no keep ratio (SimLayerKV), that drop channels instead of entries (ThinK), and that evict
-only while decoding.
+The following are left out: presses that need weights or patterns for the model from a hub
+(FastKVzip, KVzap, QFilter, ExpectedAttentionStats, LU-KV, RestoreKV, DMS, DuoAttention), that read
+a question (Finch), that have no keep ratio (SimLayerKV), that drop channels instead of entries
+(ThinK), and that evict only while decoding.
 """

@@ -7,24 +7,28 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 AGREEMENT = "agreement"
-"""Measure: how close a teacher-forced continuation is to the framework's own full cache."""
+"""The measure of how close a teacher-forced continuation is to the framework's own full cache."""
 GREEDY = "greedy"
-"""Measure: the share of greedy tokens that equal those of the framework's own full cache."""
+"""The measure of how many greedy tokens equal those of the framework's own full cache."""
 SPEED = "speed"
-"""Measure: tokens per second of reading the prompt, and of writing greedy tokens after it."""
+"""The measure of speed: tokens per second of reading the prompt, and of writing greedily after
+it.
+"""
 FACTS = "facts"
-"""Measure: the share of planted facts that are known after the text was read."""
+"""The measure of how many planted facts are known after the text was read."""
 RULER = "ruler"
-"""Measure: RULER's score of the answer to a question that follows the context."""
+"""The measure of RULER's score for the answer to a question after the context."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a question that is asked after a prompt, and was not known when the prompt was read."""
+    """Hold a question that is asked after a prompt, and that was not known when the prompt was
+    read.
+    """
 
     tokens: tuple[int, ...]
     n_answer: int
-    """How many tokens an answer may have."""
+    """The most tokens that an answer may have."""
     score: Callable[[str], float]
     """Returns the score of an answer's text, from 0 to 1."""
 
@@ -60,7 +64,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Result:
-    """Hold a method's figures for one text; `protocol` distinguishes the results of other runs."""
+    """Hold a method's figures for one text; `protocol` tells them from those of other settings."""
 
     method: Method
     text: str
@@ -68,7 +72,7 @@ class Result:
     figures: dict[str, float]
 
     def as_json(self) -> dict[str, Any]:
-        """Return one flat object, for the file of results."""
+        """Return the result as one flat JSON object, for the file of results."""
         return asdict(self.method) | {
             "text": self.text,
             "protocol": self.protocol,
@@ -84,7 +88,7 @@ class Result:
 
 
 class Framework(Protocol):
-    """Define a framework that evicts; further methods in `methods` add measures."""
+    """Define a framework that evicts: its name, and the methods that it measures."""
 
     name: str
     methods: Sequence[Method]
@@ -96,7 +100,7 @@ class Framework(Protocol):
 
 
 def passage_of(name: str, tokens: Sequence[int], n_prompt: int, n_continuation: int) -> Passage:
-    """Cut a text into a passage; raises ValueError if it is too short."""
+    """Cut a text into prompt and continuation; raises ValueError if it is too short."""
     if len(tokens) < n_prompt + n_continuation:
         raise ValueError(
             f"{name}: {len(tokens)} tokens are fewer than {n_prompt} and {n_continuation}; "

@@ -16,7 +16,7 @@ COLUMNS = {
     FACTS: ("kept", "bytes", "score"),
     RULER: ("kept", "bytes", "score"),
 }
-"""The figures that are shown for every measure; scores are also shown for each task."""
+"""The figures that are shown for each measure; RULER's scores are also shown for each task."""
 
 _TITLES = {
     "kept": "entries",
@@ -49,7 +49,7 @@ _FORMATS = {
 
 
 class ResultFile:
-    """Keep a JSON line for every method and text, so that it is not measured again."""
+    """Keep a JSON line for every method and text, so that none is measured again."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the results of an earlier run; an incomplete line is measured again."""
@@ -98,7 +98,7 @@ def summarise(
 
 
 def _worse_than_best(row: dict[str, Any]) -> float:
-    """Return the sort key of rows within a measure; smaller is better."""
+    """Return the sort key of a row within its measure; the best row has the smallest."""
     for name, sign in (("kl", 1), ("equal", -1), ("score", -1), ("prompt_speed", 1)):
         if name in row:
             return float(sign * row[name])

@@ -1,4 +1,4 @@
-"""Measure kvpress: the dequantised weights in transformers, against its own full cache."""
+"""Measure kvpress, with the dequantised weights in transformers, against its own full cache."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.stock import StockSession
 
 FULL = "full cache, against llama.cpp's"
-"""The row that shows how much the two frameworks differ with the same weights."""
+"""The name of the row that shows how much the frameworks' full caches differ with the same
+weights.
+"""
 FULL_CACHE = "full cache"
-"""The row of scores without a press."""
+"""The name of the row of scores without a press."""
 
 
 def load_dequantised(model: Path, tokenizers: Sequence[Path]) -> Any:
@@ -63,12 +65,14 @@ class ContinuedReader:
         return self._continued.position
 
     def read(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
-        """Read all tokens in one pass."""
+        """Read all tokens in one pass; yield the logits of all, or of the last one: (n,
+        n_vocab).
+        """
         logits = self._continued.read(tokens)
         yield logits if all_logits else logits[-1:]
 
     def save_state(self) -> int:
-        """Return the position, which is enough because tokens are only ever appended."""
+        """Return the position, which is enough to go back, because tokens are only appended."""
         return self.position
 
     def load_state(self, state: int) -> None:

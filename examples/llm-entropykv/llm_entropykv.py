@@ -29,7 +29,7 @@ class EntropyModel(llm.Model):
     can_stream = True
 
     class Options(llm.Options):
-        """Hold what `-o NAME VALUE` can say."""
+        """Declare the options that `-o NAME VALUE` sets."""
 
         gguf: str = Field(description="The model's file")
         kv_budget: str = Field(default="1024", description="As --kv-budget of entropykv")
@@ -47,7 +47,7 @@ class EntropyModel(llm.Model):
         response: Any,  # noqa: ARG002
         conversation: Any,
     ) -> Iterator[str]:
-        """Yield the answer piece by piece; a turn of a chat reads only what is new."""
+        """Yield the answer piece by piece; a turn of a chat reads only its new text."""
         messages = []
         for turn in conversation.responses if conversation is not None else ():
             messages.append({"role": "user", "content": turn.prompt.prompt})

@@ -136,7 +136,9 @@ def test_text_and_profile_count_equally(factor: float) -> None:
 
 
 def test_curves_are_read_again_only_at_other_knots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves are read at the knots of a budget, which change with it, and not with every share."""
+    """Loss curves are read again only when a budget changes their knots, not at every share of the
+    budget.
+    """
     read: list[int] = []
     knots = LossCurves.knots
 
@@ -173,8 +175,8 @@ def test_policy_guided_reads_the_curves_of_the_profile() -> None:
 
 @pytest.mark.parametrize("growth", [1.0, 2.5, 7.0, 1e6])
 def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
-    """The estimate is what a head loses now if it keeps an equally small part of the text
-    so far.
+    """The losses of a longer text are estimated by what a head loses now if it keeps an equally
+    small part of the text.
     """
     plan = plan_for("adaptive", 100)
     layers, online = adaptive(plan)
@@ -184,7 +186,8 @@ def test_what_a_longer_text_will_lose_is_foreseen(growth: float) -> None:
     knots, held = online._knots, online._losses_of_held
     later = (knots / growth).astype(int).tolist()
     asked = sorted({*knots.astype(int).tolist(), *later})
-    measured = layers.store.losses().reshape(len(HEADS), -1)  # Nothing was dropped yet.
+    # Nothing was dropped before these losses were measured.
+    measured = layers.store.losses().reshape(len(HEADS), -1)
     np.testing.assert_array_equal(measured[:, np.searchsorted(asked, knots)], held)
     foreseen = measured[:, np.searchsorted(asked, later)]
     of_losses = online.state()[: -len(HEADS)].tolist()
@@ -212,7 +215,8 @@ def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
     read(layers.store, [96], (0, 0))
     assert layers.store.losses().size == 0
     online.observe(96, budgets_change=True)
-    assert online.state().tolist() == [-96.0] * len(HEADS)  # It says what is held, and no losses.
+    # The state has the numbers of held entries, and no losses.
+    assert online.state().tolist() == [-96.0] * len(HEADS)
     assert online.budgets(plan_for(policy, 1.0)) is None
     online.expect(plan_for(policy, 100))
     layers.store.measure_losses(online.knots(1.0))
@@ -275,7 +279,7 @@ def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ub
 
 
 def test_no_head_gets_more_than_it_can_hold() -> None:
-    """What a head cannot hold before the next share, others keep."""
+    """No head gets more entries than it can hold before the next share; the others keep them."""
     plan = plan_for("adaptive", 100)
     layers, online = adaptive(plan)
     read(layers.store, [96], HEADS[0])
@@ -314,7 +318,8 @@ def test_a_state_says_what_heads_can_hold(is_due: bool) -> None:
 def by_curves(curves: LossCurves) -> tuple[Layers, CurveBudgets]:
     layers = Layers(Rules("mass"), [MAX_ENTRIES] * 3)
     profile = replace(example(), curves=None, predictor=None)
-    object.__setattr__(profile, "curves", curves)  # The example has other numbers of heads.
+    # The example is for a model with other numbers of heads.
+    object.__setattr__(profile, "curves", curves)
     online = online_budgets(POLICIES["profile"], layers.store, LAYERS, MAX_ENTRIES, profile)
     assert isinstance(online, CurveBudgets)
     frozen = online_budgets(
@@ -326,7 +331,9 @@ def by_curves(curves: LossCurves) -> tuple[Layers, CurveBudgets]:
 
 @pytest.mark.parametrize("most", [(400, 400, 400), (130, 400, 400), (130, 90, 400), (70, 70, 70)])
 def test_curves_give_others_what_a_head_cannot_hold(most: tuple[int, ...]) -> None:
-    """The shares are those of the oracle, in pages of one entry."""
+    """With curves, entries that a head cannot hold go to others by the shares of the oracle, in
+    pages of one entry.
+    """
     curves = curves_of({0: 1.0, 2: 0.6})
     _, online = by_curves(curves)
     n = len(HEADS)
@@ -364,7 +371,7 @@ def test_curves_are_those_of_a_text_somewhat_longer_than_now(known: int) -> None
 def test_curves_limit_heads_to_what_they_hold_and_save_it() -> None:
     layers, online = by_curves(curves_of({0: 1.0}))
     assert online.is_due
-    assert not online.holds(MAX_ENTRIES)  # Before a text, budgets are those of the plan.
+    assert not online.holds(MAX_ENTRIES)  # Until a text is read, budgets are those of the plan.
     read(layers.store, [96], HEADS[0])
     online.expect_tokens(8, 104)
     assert online.most == [96 + 8] * len(HEADS)

@@ -1,4 +1,4 @@
-"""What Windows does differently, with its functions replaced by fakes on this system."""
+"""The code for Windows works, with functions of Windows replaced by fakes on this system."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out
 
 
 class FakeRuntime(SimpleNamespace):
-    """Stands for the module msvcrt: flock() at the place that was sought, and the lock's errors."""
+    """Stand in for the module msvcrt: lock bytes at the place that was sought, or raise its
+    errors.
+    """
 
     LK_NBLCK = 2
 
@@ -125,7 +127,7 @@ def test_frozen_entries_have_their_file_on_windows(windows: FakeRuntime, tmp_pat
     assert windows.places == [0x7FFF_FFFE]
     assert system.number_of(file.descriptor) == file.descriptor + 1000
     other = ColdFile.create(tmp_path, 4096, {"name": "model"})
-    assert other.n_leftovers == 0  # The first file is locked.
+    assert other.n_leftovers == 0  # The lock of the first file is held.
     for each in (file, other):
         each.close()
     assert list(tmp_path.iterdir()) == []
@@ -272,7 +274,7 @@ def test_ctrl_break_ends_a_command_as_sigterm_does(monkeypatch: pytest.MonkeyPat
 
 
 class FakeConsole(SimpleNamespace):
-    """Stands for kernel32: the mode of a console, which may be an old one or none."""
+    """Stand in for kernel32: hold the mode of a console, which may be old or missing."""
 
     def __init__(self, mode: int, *, is_console: bool = True, is_old: bool = False) -> None:
         super().__init__(mode=mode, is_console=is_console, is_old=is_old)
@@ -318,7 +320,7 @@ NAMES_OF_SOME_SYSTEMS = {
 
 
 def names_of_some_systems(tree: ast.AST) -> Iterator[str]:
-    """Yield imports and attributes that are missing, or mean something else, on another system."""
+    """Yield imports and attributes that another system lacks, or that mean something else there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names if each.name in MODULES_OF_SOME_SYSTEMS)
@@ -380,9 +382,10 @@ NEEDS_A_MARKER = re.compile(
 
 
 def unmarked_tests(file: Path) -> Iterator[str]:
-    """Yield tests of a file that only some systems can run, and that have no marker `needs`.
+    """Yield the tests of a file that only some systems can run, and that have no marker `needs`.
 
-    Functions that a test calls are not read, so a test that only calls such a function is missed.
+    Only the bodies of tests are looked at, so a test that calls such a function indirectly is
+    missed.
     """
     text = file.read_text(encoding="utf-8")
     tree = ast.parse(text)

@@ -1,4 +1,4 @@
-"""Web pages of other origins change nothing, whatever they let a browser send."""
+"""Web pages of other origins cannot change anything, whatever they make a browser send."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_pages_that_the_server_was_told_of_may_send(
     "kind", [None, "application/x-www-form-urlencoded", "text/plain", "application/json"]
 )
 def test_json_is_read_whatever_it_is_called(kind: str | None) -> None:
-    """curl -d calls it a form."""
+    """A JSON body is read whatever its content type; `curl -d` names it a form."""
     headers = {} if kind is None else {"content-type": kind}
     with client(None) as http:
         answer = http.post("/say", content=BODY, headers=headers)

@@ -1,4 +1,6 @@
-"""`make check-clang-cl` parses what CMake would compile, with the same definitions and warnings."""
+"""`make check-clang-cl` parses the files that CMake would compile, with its definitions and
+warnings.
+"""
 
 from __future__ import annotations
 

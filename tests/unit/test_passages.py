@@ -1,4 +1,4 @@
-"""A document's text is cut into passages of whole sentences, which cover it."""
+"""A document's text is cut into passages of whole sentences, which together are the text."""
 
 from __future__ import annotations
 

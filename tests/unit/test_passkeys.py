@@ -1,4 +1,4 @@
-"""Facts planted into prose."""
+"""Facts are planted into prose, and can be found there again."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_facts_are_planted_into_the_beginning_of_a_text() -> None:
     for fact in case.facts:
         assert text.count(f"{fact.statement} ") == 1
         text = text.replace(f"{fact.statement} ", "")
-    # Without the facts, the passage and the rest are the text.
+    # The passage without the facts, and then the rest, are the original text.
     assert f"{text} {rest}".split() == PROSE[0].split()
     assert plant(PROSE[0], words, n_tokens=300, n_facts=8, seed=1) == (case, rest)
     assert plant(PROSE[0], words, n_tokens=300, n_facts=8, seed=2)[0].facts != case.facts

@@ -1,4 +1,6 @@
-"""benchmarks/peers: results that survive an interruption, the table, equal bytes."""
+"""benchmarks/peers keeps results over an interruption, prints the right table, and compares equal
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def test_equal_bytes_are_never_more_and_a_page_at_most_less(tiny_llama: Path, n_
 
 def test_bytes_per_token_are_those_of_f16(tiny_llama: Path) -> None:
     with Session(tiny_llama, n_ctx=64, kv_type="q8_0", n_threads=1) as session:
-        # Layers, heads, K and V, values, bytes per value.
+        # Layers * heads * (K and V) * values * bytes per value.
         assert bytes_per_token(session, 5) == 3 * 2 * 2 * 32 * 2
         assert session.position == 0
 
@@ -177,7 +179,9 @@ def text_length(answer: str) -> float:
 
 
 def test_questions_are_asked_each_after_the_prompt_alone(tmp_path: Path) -> None:
-    """Stock llama.cpp and a full budget agree, whatever was asked before."""
+    """Each question is asked after the prompt alone: stock llama.cpp and a full budget agree,
+    whatever came before.
+    """
     path = tmp_path / "model.gguf"
     write_llama(path, n_head_kv=2, head_dim=32)
     run = Run(str(path), n_ctx=192, n_threads=1, entropy_config=None)
@@ -211,7 +215,8 @@ def test_tables_of_scores_have_a_column_for_every_task() -> None:
     rows = summarise(results, ["vt 1024 0", "vt 1024 1", "cwe 1024 0"], "p")
     assert [row["name"] for row in rows] == ["better", "worse"]
     assert rows[1]["tasks"] == pytest.approx({"vt 1024": 0.4, "cwe 1024": 0.1})
-    assert rows[1]["score"] == pytest.approx(0.25)  # Tasks have equal weights, not texts.
+    # Each task has the same weight, however many texts it has.
+    assert rows[1]["score"] == pytest.approx(0.25)
     head, _, better, worse = (
         [cell.strip() for cell in line.split("|")] for line in table(rows, RULER).splitlines()
     )

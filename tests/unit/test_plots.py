@@ -1,4 +1,4 @@
-"""Figures have whole-number ticks for counts, and lines that can be told apart."""
+"""Figures have whole numbers as ticks of counts, and lines that can be told apart."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_policies_and_types_are_told_apart(field: str) -> None:
     assert len(set(lines.values())) == len(lines)
     for policy in POLICIES:
         f16, q8_0 = lines[f"{policy}, f16"], lines[f"{policy}, q8_0"]
-        assert f16[:2] == q8_0[:2]  # Colour and marker belong to the policy.
+        assert f16[:2] == q8_0[:2]  # Colour and marker depend only on the policy.
         assert f16[2] != q8_0[2]
     assert len({line[1] for line in lines.values()}) > 10
     full = [line for line in axes.lines if line.get_label() == "full cache"]
@@ -50,7 +50,7 @@ def test_policies_and_types_are_told_apart(field: str) -> None:
 
 
 def test_a_policy_has_one_colour_in_all_panels() -> None:
-    """Also where the first policies were not measured in one of them."""
+    """A policy has the same colour in all panels, also if one panel lacks the first policies."""
     measured = [
         EvalRow(**{**vars(row), "recall": None if row.policy in ("stock", *POLICIES[:3]) else 0.5})
         for row in rows("kl")

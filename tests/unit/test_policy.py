@@ -1,4 +1,4 @@
-"""Policies, measures and modifiers have names; what has none is refused."""
+"""Policies, measures and modifiers are found by name, and unknown names are refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def named(text: str) -> Policy:
     st.integers(0, len(MODIFIERS)),
 )
 def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int) -> None:
-    """Modifiers in any order give the same policy, whose own name gives it again."""
+    """Modifiers in any order give the same policy, and its own name gives it again."""
     names = set(order[:n])
     of_heads = {"values", "predicted"}
     assume(not {"echo", "predicted"} <= names)
@@ -59,7 +59,9 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
 
 @pytest.mark.parametrize("name", ["layer", "layer-range"])
 def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
-    """The attention of its prompt does not decay."""
+    """In the layer document's policy, importance adds up over the prompt without decay, by any
+    measure.
+    """
     assert named(f"{name}:attention") == POLICIES[name]
     for measure in ("attention", "mass", "products"):
         assert named(f"{name}:{measure}").importance.settings().decay == 1.0
@@ -96,7 +98,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     policy = named("rolling-freeze")
     assert str(policy.importance) == "attention"
     assert named("rolling-freeze:attention") == policy
-    # The document ranks by products.
+    # In the document, entries are ranked by products.
     assert named("rolling-freeze:products").importance.measure == "products"
     assert named("rolling-freeze:products").schedule
     assert schedules("rolling-freeze")
@@ -121,7 +123,7 @@ def with_curves(profile: EntropyProfile, importance: str | None = None) -> Entro
 
 
 def test_auto_follows_what_earlier_processes_have_learnt() -> None:
-    """A complete predictor is used without learning, also on a device, where nothing is learnt."""
+    """`auto` uses the predictor of earlier processes, also on a device."""
     predictor = ScorePredictor((np.zeros((1, 5), np.float32),), n_tokens=100)
     auto = policy_named("auto", None, "headwise")
     for complete in (True, False):

@@ -1,6 +1,7 @@
-"""A score has two parts: what queries gave, and the share that later queries are expected to give.
+"""A score has two parts: attention received from queries, and the share that later queries are
+expected to give.
 
-What queries gave decays; a share stays, and an echo can only raise it.
+The first part decays; the second one stays, and an echo can only raise it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ MEASURES: dict[str, dict[str, Any]] = {
 }
 each_measure = pytest.mark.parametrize("measure", MEASURES)
 GIVEN_RTOL = 2e-3
-"""The store rounds what queries gave to 12 bits, in each of several micro-batches."""
+"""The relative tolerance of attention received, which the store rounds to 12 bits in every
+micro-batch.
+"""
 
 
 def layer_of(measure: str, *more: Any, **named: Any) -> PredictedLayer:
@@ -104,7 +107,7 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
     expected, _ = store.told_by_queries(0)
     np.testing.assert_array_equal(store.shares(0)[:60], shares)
     np.testing.assert_allclose(store.given(0), expected, rtol=GIVEN_RTOL, atol=2e-5)
-    # The queries attend to nothing else, so that only the decay changes the values.
+    # These queries attend to nothing else, so that only the decay changes the values.
     alone = layer_of("attention", decay=0.8)
     alone.read(60)
     alone.core.rebase([_core.RopeParams(**alone.rope._asdict())], N_SINKS, 0, 0)
@@ -116,12 +119,14 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
 
 
 def test_losses_and_evictions_go_by_both_parts() -> None:
-    """An entry that queries attended to and one that an echo attended to are both kept."""
+    """An entry to which only queries of the text attended is kept, and so is one to which only an
+    echo did.
+    """
     store = layer_of("attention", budget=N_SINKS + 4 + 3)
     k = np.zeros((140, 2, 64), np.float32)
     q = np.zeros((140, 4, 64), np.float32)
-    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # The text asks for it.
-    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # The echo asks for it.
+    k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # A query of the text attends to this key.
+    k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # A query of the echo attends to this key.
     store.core.attend(0, q, k, k, 1.0, n_echo=60)
     for head in range(2):
         kept = set(store.core.positions(0, head).tolist())
@@ -214,7 +219,9 @@ def test_what_is_stored_is_predicted_as_at_reading(
 
 @pytest.mark.parametrize("shift", [0, 25])
 def test_stored_entries_are_predicted_where_rope_has_seen_them(shift: int) -> None:
-    """Sinks keep their positions when keys are rotated, and the oldest other entries move next to
+    """Stored entries are predicted at the positions that RoPE gives them.
+
+    When keys are rotated, sinks keep their positions, and the oldest other entries move next to
     them.
     """
     store = layer_of("mass")
@@ -228,7 +235,7 @@ def test_stored_entries_are_predicted_where_rope_has_seen_them(shift: int) -> No
         expected = store.expected(head, weights)
         np.testing.assert_allclose(store.shares(head), expected, rtol=2e-2)
     np.testing.assert_allclose(store.given(0), given, rtol=1e-5, atol=1e-6)
-    if shift > 0:  # The prediction would have been different.
+    if shift > 0:  # At another position, the prediction would be different.
         store.core.predict_stored(80, 0)
         assert (store.shares(head) > 1.1 * expected).any()
 
@@ -288,8 +295,9 @@ def test_shares_are_rounded_by_no_more_than_is_said() -> None:
 
 
 def test_a_smaller_limit_of_frozen_entries_drops_those_of_small_scores() -> None:
-    """The shares of the first half are large; queries gave something to the second half, but
-    little.
+    """A smaller limit of cold storage drops frozen entries with small scores.
+
+    The first half has large predicted shares; the second half only received a little attention.
     """
     store = layer_of("mass", freezing=_core.FreezeSettings("q8_0", 0, 0))
     weights = np.zeros((2, store.core.predictor_features(0)), np.float32)

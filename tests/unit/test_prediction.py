@@ -71,8 +71,8 @@ def test_the_largest_predictions_are_kept_and_do_not_fade(by_values: bool) -> No
         if by_values:
             scores = scores * np.linalg.norm(store.v[:, head], axis=1)
         best = np.sort(scores[N_SINKS:-4])[::-1][:33]
-        # The last eviction made room only for its own micro-batch. Of scores that are equal up to
-        # rounding, either entry may be kept.
+        # The last eviction made room for its own micro-batch only. Among scores that are equal up
+        # to rounding, any entry may be kept.
         surely = np.flatnonzero(scores > best[-1] * (1 + 2 * SHARE_RTOL))
         surely = surely[(surely >= N_SINKS) & (surely < len(scores) - 4)]
         assert len(surely) >= 20
@@ -138,8 +138,8 @@ def test_impossible_weights_are_refused_and_change_nothing(change: Any) -> None:
 
 @pytest.mark.parametrize("rope", [Rope(66), Rope(3)])
 def test_rope_that_does_not_fit_is_refused(rope: Rope) -> None:
-    """Only calls that need predictions refuse it; a store that never has a predictor works
-    without.
+    """RoPE that does not fit is refused by every call that predicts, while the store works without
+    predictions.
     """
     store = PredictedLayer(rope=rope)
     store.read(20)
@@ -203,13 +203,13 @@ def test_losses_are_sums_of_what_is_not_kept() -> None:
     for head in range(2):
         scores = np.sort(store.expected(head, weights)[N_SINKS:-4])[::-1]
         expected = [scores[knot:].sum() for knot in knots]
-        # Dropped scores are known only by octaves.
+        # The store knows dropped scores only by octaves.
         np.testing.assert_allclose(losses[head], expected, rtol=0.1)
 
 
 def test_predictions_take_no_echoes() -> None:
-    """Refuse an echo beside predictions, whether these are the only measure or are added to what
-    queries gave.
+    """An echo is refused beside predictions, whether they are the only measure or added to another
+    one.
     """
     assert str(Importance.parse("predicted+values")) == "predicted+values"
     assert Importance.parse("predicted").predicts
@@ -231,7 +231,7 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     importance = Importance.parse(text)
     assert str(importance) == name
     assert importance.predicts
-    # A common choice of all heads, and a schedule, need this property.
+    # A choice by layer and a freeze schedule both need this property.
     assert not importance.of_observed
     assert not importance.repeats
     assert not Importance.parse("mass+values").predicts

@@ -1,4 +1,4 @@
-"""Lessons for a predictor: sums of products of features and of what an echo gave to entries."""
+"""Lessons are sums of products of features and of the attention that echoes gave to entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.predicted_layers import LAYERS, N_SINKS, PredictedLayer
 from tests.support.reference import Rope, lesson_sums
 
 each_kernel = pytest.mark.parametrize("kernel", _core.available_kernels())
-TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # Logarithms of small shares differ by so much.
+TOLERANCE = {"f16": 1e-3, "q8_0": 2e-2}  # The logarithms of small shares may differ by this much.
 each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 
 
@@ -20,7 +20,7 @@ each_type = pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @each_type
 @pytest.mark.parametrize(
     "layer",
-    # Entries outside a window get no attention.
+    # The layer with a window has entries outside it, which get no attention.
     [{}, LAYERS["latent"], LAYERS["odd"], LAYERS["window"]],
     ids=["", "latent", "odd", "window"],
 )
@@ -30,7 +30,7 @@ def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
     rope = Rope(24, offset=40, freq_base=500.0)
     store = PredictedLayer(kernel, kv_type, rope, **layer)
     store.core.collect_lessons(on=True)
-    store.read(30)  # Without an echo, this text gives no lessons.
+    store.read(30)  # This text has no echo, and so gives no lessons.
     first = len(store.k)
     store.read(90, 120)
     count, sums = store.core.lessons(0)
@@ -48,7 +48,9 @@ def test_lessons_are_sums_of_products_of_what_the_echo_looked_up(
 @each_type
 @pytest.mark.parametrize("shift", [0, 25])
 def test_lessons_of_stored_text_are_those_of_text_that_is_read(kv_type: str, shift: int) -> None:
-    """An echo of older text shows its shares, at any RoPE position of the keys."""
+    """An echo of stored text gives the lessons of text that is just read, at any RoPE position of
+    the keys.
+    """
     store = PredictedLayer(kv_type=kv_type)
     store.core.collect_lessons(on=True)
     store.read(40)
@@ -121,9 +123,7 @@ def test_lessons_are_of_stores_that_predict(measure: str) -> None:
 
 
 def test_lessons_are_the_same_whether_there_is_a_predictor() -> None:
-    """The sums that a predictor is fitted to contain what a second reading (echo) shows, not what a
-    predictor predicts.
-    """
+    """Lessons are what an echo shows, and do not depend on whether there is already a predictor."""
     plain, predicting = PredictedLayer(), PredictedLayer()
     predicting.core.set_predictor(0, predicting.weights(bias=-1.0))
     predicting.random = np.random.default_rng(11)
@@ -156,7 +156,7 @@ def test_lessons_of_a_pool_are_one() -> None:
         count, sums = store.core.lessons(0)
         assert count == 120 - 2 * N_SINKS
         np.testing.assert_allclose(sums, alone.core.lessons(0)[1], rtol=1e-6)
-    second.core.collect_lessons(on=False)  # This applies to all stores of the pool.
+    second.core.collect_lessons(on=False)  # The setting applies to all stores of the pool.
     first.read(40, 40)
     assert first.core.lessons(0)[0] == 120 - 2 * N_SINKS
     second.core.clear_lessons()

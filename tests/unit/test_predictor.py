@@ -1,4 +1,4 @@
-"""Predictors: the ridge regression by its definition, what a file says, and what is refused."""
+"""Predictors are fitted by ridge regression as defined, and read back from files or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Head:
     """
 
     def __init__(self, n: int, seed: int = 0, noise: float = 0.5, constant: int = -1) -> None:
-        truth = np.random.default_rng(99)  # All heads have the same.
+        truth = np.random.default_rng(99)  # All heads have the same true weights.
         mixing = truth.standard_normal((N_FEATURES, N_FEATURES))
         slopes = truth.standard_normal(N_FEATURES)
         random = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ class Head:
         return np.asarray(rows.T @ rows)
 
     def ridge_weights(self, ridge: float) -> Floats:
-        """Return the solution by least squares over entries, with additional rows for the ridge."""
+        """Return the weights by least squares over entries, with additional rows for the ridge."""
         mean, deviation = self.x.mean(axis=0), self.x.std(axis=0)
         standard = (self.x - mean) / deviation
         pull = np.sqrt(ridge * len(self.x)) * np.eye(N_FEATURES)
@@ -52,7 +52,7 @@ class Head:
         return np.append(slopes, self.y.mean() - slopes @ mean)
 
     def with_other(self, other: Head) -> Head:
-        """Return the entries of both."""
+        """Return a head with the entries of both heads."""
         both = Head(0)
         both.x, both.y = np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y])
         return both
@@ -62,7 +62,9 @@ class Head:
 
 
 def lessons(*heads: Head) -> list[tuple[int, Floats]]:
-    """Return the lessons of one layer."""
+    """Return the lessons of one layer: the number of entries, and their sums of products per
+    head.
+    """
     return [(len(heads[0].x), np.array([head.sums() for head in heads]))]
 
 
@@ -82,7 +84,8 @@ def test_texts_that_are_held_back_choose_the_ridge_and_show_the_quality() -> Non
     candidates = [head.ridge_weights(ridge) for ridge in RIDGES]
     errors = [float(((other.predicted(w) - other.y) ** 2).sum()) for w in candidates]
     best = int(np.argmin(errors))
-    assert max(errors) > 1.01 * min(errors)  # Otherwise the choice would not matter.
+    # If all errors were equal, the choice would not be tested.
+    assert max(errors) > 1.01 * min(errors)
     r = np.corrcoef(other.predicted(candidates[best]), other.y)[0, 1]
     assert predictor.correlation == pytest.approx(r, abs=1e-4)
     both = head.with_other(other).ridge_weights(RIDGES[best])
@@ -110,7 +113,7 @@ def test_targets_that_do_not_vary_are_predicted_and_correlate_with_nothing() -> 
 
 @pytest.mark.parametrize("n", [0, 1, 3])
 def test_few_entries_make_a_predictor_of_finite_numbers(n: int) -> None:
-    """With fewer entries than features, the ridge decides; without any entry, the mean."""
+    """Few entries give a predictor with finite numbers: fewer than features, or only one."""
     head = Head(n)
     for held_back in (None, lessons(Head(50, 1))):
         predictor = fit_predictor(lessons(head), held_back)
@@ -122,7 +125,9 @@ def test_few_entries_make_a_predictor_of_finite_numbers(n: int) -> None:
 
 
 def test_lookups_are_shares_among_the_highest_of_all_heads() -> None:
-    """One head has all of the highest scores, one has none, and heads may hold fewer entries."""
+    """The lookups of a head are its share of the highest scores of all heads, however many entries
+    it holds.
+    """
     low, high = np.linspace(0.0, 0.1, 80), np.linspace(0.5, 1.0, 60)
     scores = [[low, high], [low[:40], low[:20]]]
     shares = lookups_of([[s.astype(np.float32) for s in layer] for layer in scores])
@@ -231,7 +236,9 @@ def test_files_of_earlier_versions_trust_all_heads() -> None:
 
 
 def test_trust_multiplies_the_predicted_shares() -> None:
-    """What the functions return are logarithms of shares, so the last weight alone changes."""
+    """Trust multiplies predicted shares; these are logarithms in a predictor, so only the last
+    weight changes.
+    """
     predictor = example()
     beside = predictor.beside_queries()
     for layer, (ours, theirs) in enumerate(zip(predictor.weights, beside.weights, strict=True)):

@@ -1,4 +1,4 @@
-"""A prefix says which tokens of a prompt a cache holds (pure functions, made-up vocabulary)."""
+"""A prefix says which tokens of a prompt a cache holds; the vocabulary of the tests is made up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from entropykv.generation.resuming import continuing, control_symbol, spelling
 from entropykv.session.reuse import common_prefix
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]
-END, BEGIN = 100, 101  # Control tokens; END's name is <end>.
+END, BEGIN = 100, 101  # The two control tokens; END is spelled <end>.
 TEXT = [b"a", b"b", b" ", b"\n", "é".encode()]
 
 
@@ -33,7 +33,7 @@ def tokenize(text: bytes) -> list[int]:
 
 
 def tokenize_after_a_space(text: bytes) -> list[int]:
-    """Tokenise as sentencepiece does: every text begins with a space."""
+    """Return tokens as sentencepiece does, which begins every text with a space."""
     return tokenize(b" " + text)
 
 
@@ -45,8 +45,9 @@ sequences = st.lists(st.integers(0, len(PIECES) - 1) | st.sampled_from([END, BEG
 def test_a_continuation_spells_the_prompt_and_begins_with_the_cache(
     cached: list[int], rest: list[int], cut: object
 ) -> None:
-    """The prompt is the same text, tokenised greedily between control tokens, followed by
-    `rest`.
+    """The tokens found spell the prompt and begin with those of the cache.
+
+    The prompt is the cached text, tokenised greedily between control tokens, followed by `rest`.
     """
     prompt: list[int] = []
     plain = b""

@@ -28,7 +28,7 @@ STEPS = st.lists(
 
 @dataclass(eq=False)
 class Text:
-    """A text, of which the first so many tokens are worth something."""
+    """Hold a text, of which the first `worth` tokens save reading."""
 
     owner: str
     tokens: array[int]
@@ -39,7 +39,7 @@ class Text:
 
 
 class Scan:
-    """Do by a scan over all texts what the index does."""
+    """Do what the index does by a scan over all texts."""
 
     def __init__(self) -> None:
         self.texts: list[Text] = []
@@ -110,14 +110,14 @@ def test_the_index_finds_what_a_scan_finds(
 @pytest.mark.parametrize(
     ("texts", "found"),
     [
-        # Both save one token; the second one need not be cut for it.
+        # Both save one token, but the second one need not be cut for that.
         ([([0, 1, 1], 1), ([0], 1)], 1),
         ([([0], 1), ([0, 1, 1], 1)], 0),
         # Both must be cut; the first one shares more.
         ([([0, 1, 1], 1), ([0, 1, 0], 1)], 0),
-        # Both share and save as much; the second one was used last.
+        # Both share and save equally much; the second one was used last.
         ([([0, 1, 0], 2), ([0, 1, 0, 0], 2)], 1),
-        # The one that shares most saves nothing.
+        # The one that shares most saves nothing, so another one is found.
         ([([0, 1, 1, 0], 0), ([0, 1], 2), ([0], 1)], 1),
         ([([0, 1, 1, 0], 0)], None),
     ],
@@ -155,7 +155,7 @@ def test_a_lookup_does_not_touch_the_texts_of_others() -> None:
 
 
 def test_nobody_changes_the_texts_during_a_lookup() -> None:
-    """A pool drops texts in the thread of a step, while workers of a server look for others."""
+    """No text is removed while another thread looks for one, as workers of a server do."""
     index = PrefixIndex()
     tokens = array("i", [1, 2, 3])
     index.add("first", tokens)

@@ -1,4 +1,4 @@
-"""The machine decides whether our kernels or llama.cpp compute products."""
+"""Our kernels or llama.cpp compute products, as fits the machine."""
 
 import llama_cpp
 import pytest

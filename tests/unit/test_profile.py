@@ -1,4 +1,6 @@
-"""EntropyProfile computes its statistics, reads two file versions, and refuses damaged files."""
+"""EntropyProfile computes its statistics, reads versions 1 and 2 of its file, and refuses damaged
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a version 2 profile: strict reading, and the schema that says the same."""
+"""The parts of a version 2 profile are read strictly, and its JSON schema agrees with that."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_files_without_the_new_parts_load() -> None:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """Return the example's JSON with one field changed; ... removes it."""
+    """Return the JSON of the example with one field changed, or removed if the value is `...`."""
     return with_field(example(), path, value)
 
 
@@ -172,7 +172,9 @@ def test_damaged_parts_are_named(path: str, value: Any, message: str) -> None:
     [("mass+values+echo", "mass+values+predicted"), ("reconstruct", "predicted")],
 )
 def test_names_of_earlier_versions_mean_what_is_predicted(earlier: str, now: str) -> None:
-    """Earlier names mean a second reading of the text, for what is predicted now."""
+    """Names in files of earlier versions, which meant a second reading, mean predictions of it
+    now.
+    """
     curves = EntropyProfile.from_dict(changed("curves.importance", earlier), "here").curves
     assert curves is not None
     assert curves.importance == now

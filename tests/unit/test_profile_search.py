@@ -1,4 +1,4 @@
-"""Profiles are found without being named, and `auto` chooses a type."""
+"""Profiles are found without being named, and `auto` chooses a KV type."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_profile_beside_the_model_is_found(own_llama: Path) -> None:
     assert found is not None
     assert found.fingerprint == profile.fingerprint
     with Session(own_llama, n_ctx=64) as session:
-        # The profile has no loss curves.
+        # This profile has no loss curves.
         assert session.config.policy.name == "adaptive:mass+values+predicted"
         assert session.config.profile is not None
     with Session(own_llama, n_ctx=64, policy="entropy") as session:
@@ -44,7 +44,9 @@ def test_a_profile_beside_the_model_is_found(own_llama: Path) -> None:
 
 
 def test_what_is_resolved_reads_no_file(own_llama: Path) -> None:
-    """The profile is read before, so that the same values always mean the same."""
+    """resolve() reads no file, so that the same values always mean the same; the profile is read
+    before.
+    """
     profile = profile_of(own_llama)
     nowhere = dataclasses.replace(read_geometry(own_llama), path=Path("nowhere.gguf"))
     for policy in ("auto", "entropy", "uniform"):

@@ -20,9 +20,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @functools.cache
 def rows() -> list[list[str]]:
-    """Return the folders in the picture of docs/structure.md by row, the highest first.
+    """Return the folders in the picture of docs/structure.md by row, the highest row first.
 
-    The lowest row has the modules that are in no folder.
+    The lowest row, which is left out, has the modules that are in no folder.
     """
     picture = PICTURE.read_text(encoding="utf-8").split("python/entropykv/\n")[1].split("cpp/\n")[0]
     found = [re.match(r"  ((?:[a-z_]+/ ?)+)", line) for line in picture.splitlines()]
@@ -30,7 +30,9 @@ def rows() -> list[list[str]]:
 
 
 def place(name: str) -> tuple[int, int]:
-    """Return the row of a folder and its place in it; modules in no folder are at the bottom."""
+    """Return the row of a folder and its place in the row; modules in no folder are at the
+    bottom.
+    """
     for row, folders in enumerate(rows()):
         if name in folders:
             return row, folders.index(name)
@@ -38,7 +40,9 @@ def place(name: str) -> tuple[int, int]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield the folders of the package that a file imports, also within functions and for types."""
+    """Yield the folders of the package that a file imports, also in functions and only for
+    types.
+    """
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -60,17 +64,17 @@ def test_the_picture_has_all_folders() -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_a_folder_imports_those_below_it(file: Path) -> None:
-    """In a row of several folders, one may import those to the right of it."""
+    """A folder imports only folders below it, and in its own row only those to its right."""
     parts = file.relative_to(PACKAGE).parts
     if parts == ("__init__.py",):
-        return  # The package itself names everything that is public.
+        return  # The package's own module imports everything that is public.
     own = parts[0] if len(parts) > 1 else ""
     above = [other for other in imported(file) if other != own and place(other) <= place(own)]
     assert not above, f"{'/'.join(parts)} imports {above}, which docs/structure.md has above it"
 
 
 def test_no_test_module_imports_from_another() -> None:
-    """Code that several tests share is in tests/support."""
+    """No test module imports another one; shared code is in tests/support."""
     tests = ROOT / "tests"
     modules = [node for folder in ("unit", "integration") for node in (tests / folder).glob("*.py")]
     for file in modules:
@@ -80,7 +84,7 @@ def test_no_test_module_imports_from_another() -> None:
 
 
 def test_a_module_s_name_tells_where_a_class_is() -> None:
-    """A class name occurs once, unless it is private."""
+    """The name of a public class occurs once, so that it says where the class is."""
     modules = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
     names = [each.name for m in modules for each in m.body if isinstance(each, ast.ClassDef)]
     public = [name for name in names if not name.startswith("_")]
@@ -98,7 +102,7 @@ def modules_imported(file: Path, known: Collection[str]) -> Iterator[str]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[str]:
-    """Return the modules that import themselves through others, in alphabetical order."""
+    """Return, in alphabetical order, the modules that import themselves through others."""
     reached = {name: set(others) for name, others in imports.items()}
     for between, behind in reached.items():
         for others in reached.values():
@@ -108,10 +112,10 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other() -> None:
-    """A circle of modules cannot be read from its beginning, because it has none."""
+    """No modules import each other in a circle, which could not be read from a beginning."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     paths = {file: file.relative_to(PACKAGE.parent).with_suffix("").parts for file in FILES}
     known = {".".join(parts).removesuffix(".__init__"): file for file, parts in paths.items()}
-    del known["entropykv"]  # It names everything that is public.
+    del known["entropykv"]  # This module imports everything that is public.
     imports = {name: {*modules_imported(file, known)} & {*known} for name, file in known.items()}
     assert circles(imports) == []

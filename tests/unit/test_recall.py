@@ -32,7 +32,9 @@ from tests.support.reference import Options, Rules, Schedule, attend_kv_head, st
 def store_with_a_needle(
     n_read: int, budget: int, needle: int, freezing: _core.FreezeSettings
 ) -> tuple[_core.HeadwiseStore, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return a head that has read `n_read` tokens and frozen the needle, and its K and V."""
+    """Return a store whose one head has read `n_read` tokens and frozen the one at `needle`, and
+    its K and V.
+    """
     random = np.random.default_rng(7)
     k = random.standard_normal((n_read, 1, 32), np.float32) * np.float32(0.3)
     v = random.standard_normal((n_read, 1, 32), np.float32)
@@ -57,7 +59,9 @@ def store_with_a_needle(
 def test_what_a_query_looks_for_is_there_in_the_same_step(
     n_tokens: int, softcap: float, where: str, needle: int
 ) -> None:
-    """The queries point at one frozen key. The head is not full, so nothing is evicted."""
+    """A frozen key to which the queries point is recalled in the same step; the head is not
+    full.
+    """
     with tempfile.TemporaryFile() as file:
         descriptor = file.fileno() if where == "disk" else -1
         freezing = freeze_settings(recall=1, descriptor=descriptor)
@@ -86,7 +90,9 @@ def test_what_a_query_looks_for_is_there_in_the_same_step(
 def test_what_a_query_looks_for_counts_with_its_distance(
     n_tokens: int, needle: int, slope: float, found: bool
 ) -> None:
-    """ALiBi subtracts 54 from the logit of 32 of a needle that is 180 positions away."""
+    """Whether a frozen key is recalled depends on its distance, too: ALiBi subtracts up to 54 from
+    a logit of 32.
+    """
     store, k, v = store_with_a_needle(240, 80, needle, freeze_settings(recall=1))
     store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
     slopes = np.array([slope, 2.0], np.float32)
@@ -124,8 +130,8 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
 
 @pytest.mark.parametrize("measure", [_core.ScoreKind.attention, _core.ScoreKind.mass])
 def test_recall_leaves_alone_what_the_schedule_would_freeze_again(measure: _core.ScoreKind) -> None:
-    """Every second entry gets a third of an even share: it is frozen, and stays frozen for its
-    time.
+    """Recall leaves frozen what the schedule would freeze again: here every second entry, which
+    gets little attention.
     """
     importance = _core.ImportanceSettings(measure, decay=0.998)
     freezing = freeze_settings(recall=1, schedule=_core.FreezeSchedule(4, 1.0, 2.0, 0))
@@ -151,7 +157,7 @@ def test_recall_leaves_alone_what_the_schedule_would_freeze_again(measure: _core
 
 
 def test_queries_of_a_group_do_not_disturb_each_other() -> None:
-    """Only the first of two queries needs an entry of which the second one has enough.
+    """Nothing is recalled for queries of a group that attend to active entries alone.
 
     The last page exceeds the room that a store of so few entries reserves.
     """
@@ -163,7 +169,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     store.set_budgets([34], 3, N_SINKS, RECENT)
     row = np.zeros((1, 1, 32), np.float32)
     keys = np.zeros((40, 1, 1, 32), np.float32)
-    keys[:, ..., 0] = 1.0  # All entries count, including frozen ones.
+    keys[:, ..., 0] = 1.0  # All entries count, frozen ones, too.
     keys[:N_SINKS, ..., 0] = 10.0
     nothing = np.zeros((1, 2, 32), np.float32)
     for position in range(40):
@@ -171,7 +177,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     assert store.count(0, 0) > 32
     before = store.recalled_total
     looking = nothing.copy()
-    looking[0, :, 0] = 10.0  # Both see only the sinks.
+    looking[0, :, 0] = 10.0  # Both queries attend only to the sinks.
     store.attend(0, looking, row, row, 1.0, position=40)
     assert store.recalled_total == before
 
@@ -197,9 +203,9 @@ def test_recall_loses_nothing_and_keeps_to_the_budget(
     pages: int,
     seed: int,
 ) -> None:
-    """K and V belong to their positions after any recall, and no entry exists twice.
+    """After any recall, K and V belong to their positions, no entry exists twice, and budgets hold.
 
-    pages: of cold storage for each KV head; 0: no limit.
+    `pages`: the limit of cold storage, in pages for each KV head; 0: no limit.
     """
     limit = pages and len(HEADS) * (
         _core.page_geometry(LAYERS, kv_type)[0]

@@ -1,5 +1,5 @@
-"""A generation with recovery ends properly: stopped, failed, interrupted, or continued after a
-rewalk.
+"""A generation with recovery ends properly if it is stopped, fails, is interrupted, or has gone
+back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def test_stopping_after_a_decode_that_broke_the_session_raises_nothing() -> None
 
 @dataclass
 class Failing(FakeSession):
-    """Fake a session that cannot restore entries, or cannot read what a rewalk reads again."""
+    """Stand in for a session that cannot restore entries, or cannot read again."""
 
     thaws_nothing: bool = False
 
@@ -60,7 +60,7 @@ def test_the_last_yielded_token_is_not_read_where_recovery_fails(
 
 
 def test_penalties_after_a_rewalk_are_those_of_the_tokens_that_stayed() -> None:
-    spikes = {20, 25, 30, 35}  # The spikes do not occur the second time.
+    spikes = {20, 25, 30, 35}  # When the text is read again, the spikes do not occur.
 
     def alike(session: FakeSession) -> np.ndarray:
         logits = np.linspace(9, 10, N_VOCAB, dtype=np.float32)
@@ -108,7 +108,7 @@ def test_a_late_close_leaves_alone_what_was_read_since() -> None:
 def test_ctrl_c_leaves_one_token_unread(capsys: pytest.CaptureFixture[str]) -> None:
     class Interrupted(FakeSession):
         def token_bytes(self, token: int) -> bytes:
-            if len(answer.tokens) == 4:  # The fifth one is being spelled.
+            if len(answer.tokens) == 4:  # The fifth token is interrupted while its text is made.
                 signal.raise_signal(signal.SIGINT)
             return super().token_bytes(token)
 

@@ -1,4 +1,6 @@
-"""A generation can write its last tokens again; the session is a fake that computes nothing."""
+"""A generation can go back and write its last tokens again; the session is a fake that computes
+nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report: what is read, what is compared, and that the page needs nothing else."""
+"""A report reads and compares results, and its page needs no other file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def eval_file(path: Path, kl: float) -> Path:
 
 
 def ruler_file(path: Path, score: float) -> Path:
-    """Write two tables for two lengths, as `eval --suite ruler --json` does."""
+    """Write results for two lengths, as `eval --suite ruler --json` does."""
     rows = [
         EvalRow(
             policy,

@@ -1,4 +1,4 @@
-"""A prompt continues from the right part of a text that was read before (no model needed)."""
+"""A prompt continues from the right part of a text that was read before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def held(
     n_sure: int = 64,
     is_whole: bool = True,
 ) -> HeldText:
-    """Return a text of a prompt, read in micro-batches, and an answer after it."""
+    """Return a held text: a prompt read in micro-batches, and an answer after it."""
     row = np.zeros(4, np.float32)
     text = TokenSequence(N_UBATCH)
     for first in range(0, n_prompt, N_UBATCH):
@@ -41,18 +41,18 @@ def held(
 @pytest.mark.parametrize(
     ("change", "prompt", "demand", "position", "source"),
     [
-        # The prompt continues everything that was read.
+        # The prompt begins with everything that was read.
         ({}, [*TEXT, 7], Demand(), 30, ReuseSource.WHOLE),
         ({}, TEXT, Demand(), 30, ReuseSource.WHOLE),
         ({"logits": False}, TEXT, Demand(), 29, ReuseSource.PART),
         ({"logits": False}, TEXT, Demand(needs_logits=False), 30, ReuseSource.WHOLE),
         ({"n_sure": 8}, [*TEXT, 7], Demand(end=40), 30, ReuseSource.WHOLE),
-        # The prompt equals the last one.
+        # The prompt is the one that was read last.
         ({}, TEXT[:20], Demand(knows_prompt=True, end=40), 20, ReuseSource.PROMPT),
         ({}, TEXT[:20], Demand(end=40), 16, ReuseSource.PART),
         ({"n_sure": 8}, TEXT[:20], Demand(knows_prompt=True, end=40), 0, ReuseSource.NOTHING),
         ({}, TEXT[:19], Demand(knows_prompt=True, end=40), 16, ReuseSource.PART),
-        # It is read again, because something is measured meanwhile.
+        # The question is read again, because attention to the document is measured meanwhile.
         (
             {},
             TEXT[:20],
@@ -62,8 +62,7 @@ def held(
         ),
         ({}, TEXT[:25], Demand(is_cut=False, reads_question=True), 24, ReuseSource.PART),
         ({}, [*TEXT, 7], Demand(reads_question=True), 30, ReuseSource.WHOLE),
-        # The texts differ from some token on: within the prompt that was read, or within the
-        # answer.
+        # The texts differ from a token within the prompt on, or from one within the answer.
         ({}, [*TEXT[:13], 7, 8], Demand(), 8, ReuseSource.PART),
         ({}, [*TEXT[:13], 7, 8], Demand(is_cut=False), 13, ReuseSource.PART),
         ({}, [*TEXT[:16], 7, 8], Demand(), 16, ReuseSource.PART),
@@ -72,7 +71,7 @@ def held(
         ({}, TEXT[:25], Demand(is_cut=False), 24, ReuseSource.PART),
         ({"n_sure": 29}, [*TEXT[:25], 7], Demand(end=30), 0, ReuseSource.NOTHING),
         ({"n_sure": 30}, [*TEXT[:25], 7], Demand(end=30), 25, ReuseSource.PART),
-        # The entries are gone: evicted, outside of a window, or lost in a failed decode.
+        # Entries are missing: evicted, outside of a window, or lost in a failed decode.
         ({"reusable_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),
         ({"reusable_from": 25}, [*TEXT[:25], 7], Demand(), 25, ReuseSource.PART),
         ({"returns_from": 26}, [*TEXT[:25], 7], Demand(), 0, ReuseSource.NOTHING),

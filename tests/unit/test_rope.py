@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float32]
 
 @st.composite
 def ropes(draw: st.DrawFn, k_dim: int) -> reference.Rope:
-    """Draw every kind of RoPE that a plain model has, or none."""
+    """Draw any kind of RoPE that a plain model has, or none."""
     n_dims = 2 * draw(st.integers(0, k_dim // 2))
     pairs = n_dims // 2
     yarn = n_dims > 0 and draw(st.booleans())
@@ -73,7 +73,9 @@ class Filled:
 
 
 def tolerance(keys: npt.NDArray[np.float64], kv_type: str) -> npt.NDArray[np.float64]:
-    """Return one rounding step of the type, because f32 and f64 may round a half differently."""
+    """Return one rounding step of the type for each value, because f32 and f64 may round a half
+    differently.
+    """
     if kv_type == "f16":
         return np.abs(keys) * 2.0**-10 + 1e-5
     return np.abs(keys).max(axis=1, keepdims=True) / 127.0 * 1.01 + np.zeros_like(keys)

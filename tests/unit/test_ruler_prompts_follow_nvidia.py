@@ -26,7 +26,9 @@ ORIGINALS = {
     "cwe": """Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list are:""",  # noqa: E501
     "fwe": """Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:""",  # noqa: E501
 }
-"""Template and answer prefix in scripts/data/synthetic/constants.py, joined."""
+"""The template and the answer prefix of each task in scripts/data/synthetic/constants.py,
+joined.
+"""
 
 
 WORDS = Vocabulary(("fox", "owl", "elk", "bee", "cat"), ("red", "old", "wet"), ("run", "see"))
@@ -35,7 +37,7 @@ ESSAY = (*SENTENCES.split(),) * 9
 
 
 def one_needle(template: str) -> str:
-    """Return a template with the original code's changes for a single value."""
+    """Return a template with the changes that the original code makes for a single value."""
     for old, new in (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer")):
         template = template.replace(old, new)
     return template
@@ -72,8 +74,10 @@ NEEDLES = {
     "niah_multivalue": ("essay", "words", "numbers", 1, 4, 1),
     "niah_multiquery": ("essay", "words", "numbers", 4, 1, 4),
 }
-"""Haystack, kinds of keys and values, and numbers of keys, values and queries in synthetic.yaml;
-there are at least as many keys as queries.
+"""By task of synthetic.yaml: haystack, kinds of keys and values, and numbers of keys, values and
+queries.
+
+There are at least as many keys as queries.
 """
 
 
@@ -163,13 +167,13 @@ def test_a_chain_and_its_example_are_those_of_the_original() -> None:
     lines = [line for line in parts["example"].splitlines() if line.startswith("VAR")]
     again = task.prompt(20, rng(4)).context.splitlines()
     shared = [line for line in lines if line in again]
-    assert not shared  # Names and value change, but their places do not.
+    assert not shared  # The names and the value differ between the prompts, but not their places.
     places = [i for i, line in enumerate(again[:40]) if line.startswith("VAR")][:5]
     assert places == [i for i, line in enumerate(parts["example"].splitlines()) if line in lines]
 
 
 def check_chain(text: str, names: tuple[str, ...] | list[str], n_noise: int | None = None) -> str:
-    """Compare a text with the original's for these names; returns the value."""
+    """Assert that a text is what the original code makes of these names; return the value in it."""
     value = re.search(r"value (\d{5}) in", text)
     assert value is not None
     context = text.partition("\n\n")[2].partition("\nQuestion")[0]

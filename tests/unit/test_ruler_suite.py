@@ -1,4 +1,4 @@
-"""RULER as a suite: its words, the lengths of prompts, the metric and the rows."""
+"""RULER as a suite has the right words, lengths of prompts, metric and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler chooses who is read next, without a model."""
+"""The scheduler chooses which sequence is read next."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_works_of_one_kind_do_not_wait_for_the_turn_of_the_other(singles_turn: b
 
 
 PATIENT = 60.0
-"""Lets a step wait for the sessions of the last one until they come or rest."""
+"""Seconds for which a step waits for the sessions of the last step to come or to rest."""
 
 
 class Recorded:
@@ -79,7 +79,7 @@ class Recorded:
         return part
 
     def submit_side_by_side(self, sizes: dict[str, int], many: int) -> None:
-        """Let every owner submit so many parts of its size, beginning when all of them wait."""
+        """Let every owner submit `many` parts of its size, beginning when all of them wait."""
 
         def submit(owner: str, arrival: int) -> None:
             for _ in range(many):
@@ -142,7 +142,7 @@ def test_what_waits_can_be_called_off() -> None:
     recorded = Recorded()
     parts = {name: part_of(1) for name in ("a", "b")}
     with recorded.scheduler.between_steps():
-        with recorded.scheduler.between_steps():  # It may be nested.
+        with recorded.scheduler.between_steps():  # between_steps() may be nested.
             pass
         threads = [
             threading.Thread(target=recorded.scheduler.submit, args=(name, part, 1))

@@ -1,4 +1,4 @@
-"""On a terminal, lines of an answer end between words; elsewhere the answer is as it is."""
+"""On a terminal, lines of an answer are broken between words; elsewhere the answer is unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from entropykv.cli.answer import Screen
 
 
 class Terminal(io.StringIO):
-    """Fake a terminal."""
+    """Stand in for a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The file of a saved session is read as it was written, or refused by name (no model needed)."""
+"""The file of a saved session is read as it was written, or refused by name."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read(data: bytes) -> tuple[SessionReader, list[Section]]:
 
 
 def with_header(change: dict[str, Any]) -> bytes:
-    """Return a file with a changed header and a correct digest."""
+    """Return a session file with a changed header and a correct digest."""
     settings, contents = asdict(SETTINGS), CONTENTS.to_json()
     for key, value in change.items():
         (settings if key in settings else contents)[key] = value
@@ -99,7 +99,7 @@ def test_what_is_written_is_read() -> None:
     assert (reader.settings, reader.contents) == (SETTINGS, CONTENTS)
     assert sections == SECTIONS
     assert reader.contents.n_entries == 6
-    assert data == with_header({})  # The bytes are as the module describes the file.
+    assert data == with_header({})  # The bytes are those that the module's docstring describes.
 
 
 def test_many_bytes_begin_at_a_page() -> None:
@@ -184,7 +184,7 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
     ],
 )
 def test_an_impossible_header_is_damage(change: dict[str, Any]) -> None:
-    """The digest is correct, too."""
+    """An impossible header is refused as damage, although its digest is correct."""
     with pytest.raises(SessionFileError, match="is damaged"):
         read(with_header(change))
 
@@ -292,8 +292,8 @@ def aligned(size: int) -> int:
 def test_pages_are_laid_out_as_described(
     kv_type: str, k_dim: int, v_dim: int, latent: bool
 ) -> None:
-    """The expected bytes of page_layout.hpp and head_states.cpp are computed in numpy: a change
-    needs a new version.
+    """Pages have the bytes that page_layout.hpp and head_states.cpp describe; a change needs a new
+    version of the file.
     """
     store = store_of(kv_type, k_dim, v_dim, latent)
     shape = _core.LayerShape(2, 1, k_dim, v_dim, latent=latent)

@@ -44,7 +44,7 @@ class Pair(WithOracle):
     heads: dict[tuple[int, int], ReferenceHead] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start with both empty, and with equal budgets."""
+        """Start with an empty store and empty oracles, which have equal budgets."""
         self.random = np.random.default_rng(self.seed)
         self.store = _core.HeadwiseStore(
             WINDOWED_LAYERS if self.windowed else LAYERS,
@@ -68,8 +68,8 @@ class Pair(WithOracle):
         self.set_budgets(self.budgets, 0)
 
     def set_predictor(self) -> None:
-        """Set weights that give shares of 1e-6 to 1 and some larger ones; equal for the heads of a
-        layer.
+        """Set weights that predict shares mostly from 1e-6 to 1; the heads of a layer have the
+        same.
         """
         for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
             n = self.store.predictor_features(layer)
@@ -90,14 +90,14 @@ class Pair(WithOracle):
         self.check()
 
     def check(self) -> None:
-        """Check everything that must hold after every operation."""
+        """Check what must hold after every operation, against the oracles."""
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
             if self.rules.observes or self.rules.predicts:
                 expected = self.rules.score_of(oracle.importance, oracle.shares)
                 rtol = self.rules.tolerance
-                # Shares are small: a mass of 1e-4 is already little.
+                # A mass of 1e-4 is already small here, so the absolute tolerance is not larger.
                 atol = min(rtol, 1e-4) if self.rules.observes else 1e-7
                 atol = rtol if self.rules.score == "products" else atol
                 np.testing.assert_allclose(self.store.importance(*key), expected, rtol, atol)
@@ -254,7 +254,7 @@ def test_memory_goes_back_after_a_large_shrink() -> None:
     page_bytes, (per_page,) = _core.page_geometry([shape], "f16")
     pages = _core.pages_for(20_000, per_page)
     store.set_budgets([20_000], pages, N_SINKS, RECENT)
-    assert store.mapped_bytes == 0  # No memory is used before it is needed.
+    assert store.mapped_bytes == 0  # No memory is allocated before it is needed.
     rows = np.ones((512, 1, 128), np.float32)
     for position in range(0, 16_384, 512):
         store.attend(0, rows, rows, rows, 0.0, position=position)
@@ -312,7 +312,7 @@ def test_pages_of_every_layer_have_the_same_bytes() -> None:
 
 
 def test_the_entries_with_most_attention_are_kept() -> None:
-    """Queries point at the keys of two early tokens, which are kept; their neighbours are not."""
+    """Entries to which queries attend most are kept, and their neighbours are not."""
     store = store_of_one_head(_core.ScoreKind.mass, max_entries=128)
     store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
     k = np.zeros((80, 1, 32), np.float32)
@@ -333,7 +333,9 @@ def store_by(settings: _core.ImportanceSettings, budget: int, **more: Any) -> _c
 
 @pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
 def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
-    """Token 9 gets more attention than token 17, but its value is nearly zero."""
+    """With `by_values`, attention to a value that is nearly zero counts less than weaker attention
+    to a large one.
+    """
     settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
     store = store_by(settings, FLOOR + 1)
     k = np.zeros((80, 1, 32), np.float32)
@@ -346,7 +348,8 @@ def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept:
 
 def test_decoding_evicts_for_several_tokens_at_once() -> None:
     store = store_of_one_head(_core.ScoreKind.streaming, max_entries=200)
-    budget = FLOOR + 40  # One eviction makes room for a quarter of 40.
+    # An eviction makes room for a quarter of the 40 entries that are not protected.
+    budget = FLOOR + 40
     store.set_budgets([budget], 8, N_SINKS, RECENT)
     row = np.ones((1, 1, 32), np.float32)
     counts = []

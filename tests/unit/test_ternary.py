@@ -1,4 +1,4 @@
-"""Ternary packing equals independently written packers, and gguf's own dequantisers."""
+"""Packed ternary weights equal those of independent packers and of gguf's dequantisers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_i2s_unpacks_what_the_fork_packs(layout: str, shape: tuple[int, int]) ->
 
 
 def test_i2s_bytes_by_hand() -> None:
-    """Element 0 is in the highest bits of byte 0; code 3 reads as 0."""
+    """Element 0 is in the highest two bits of byte 0, and code 3 reads as 0."""
     codes = np.full(32, 0b01_01_01_01, dtype=np.uint8)
     codes[0] = 0b10_00_01_11
     values = ternary.unpack_i2s(codes, (1, 128), "x86")[0]

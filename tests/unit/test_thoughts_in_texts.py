@@ -1,4 +1,4 @@
-"""Thoughts in texts, without a model: tags of templates, readers, budgets, constraints."""
+"""Thoughts in texts are found and limited: tags of templates, readers, budgets, constraints."""
 
 from __future__ import annotations
 
@@ -133,7 +133,9 @@ def test_a_thought_is_shown_as_it_comes() -> None:
 
 
 def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
-    """Return a counter for texts whose tokens are bytes; the end consists of three of them."""
+    """Return a counter of thoughts whose tokens are bytes; the end of a thought is three of
+    them.
+    """
     tags = ThoughtTags("<", "..>")
     return ThoughtCounter(
         tags, lambda token: bytes([token]), opened=opened, budget=budget, ending=b"..>"
@@ -141,7 +143,9 @@ def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
 
 
 def write(count: ThoughtCounter, text: bytes) -> bytes:
-    """Return the text that is written if the model wants `text`, and the budget may change it."""
+    """Return the text that is written if the model chooses `text`, some of which the budget
+    replaces.
+    """
     written = b""
     for wanted in text:
         token = wanted if count.forced is None else count.forced
@@ -194,7 +198,11 @@ def test_a_constraint_applies_to_the_final_channel() -> None:
 def test_a_constraint_applies_to_what_stands_behind_the_thought(
     is_token: bool, opened: bool
 ) -> None:
-    """Where the tags are tokens, single bytes stand for them here."""
+    """A constraint applies only to the text after the thought, whether tags are single tokens or
+    spelled.
+
+    Single bytes stand for tags that are tokens.
+    """
     begin, end = ("\x01", "\x02") if is_token else (THINK.begin, THINK.end)
     tokens = {THINK.begin: 1, THINK.end: 2} if is_token else {}
     answer = Constraint.json_schema({"type": "object"}).behind(before_answer(THINK, opened=opened))

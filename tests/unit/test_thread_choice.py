@@ -1,4 +1,4 @@
-"""Fewer threads compute while other processes use the cores, and all of them again afterwards."""
+"""Fewer threads compute while other processes use the cores, and all of them afterwards."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from entropykv.llamacpp.threads import FIRST_PAUSE, LONGEST_PAUSE, ThreadChoice,
 STEP = 0.008
 """Seconds of a step with a single token, by one thread with its own core."""
 WAITING = 3.0
-"""By what factor a step takes longer if its threads wait for one that shares its core."""
+"""The factor by which a step takes longer if its threads wait for one that shares its core."""
 HELP = 0.35
-"""How much of a thread with a core of its own a helper is worth that shares its core."""
+"""The speed of a helper that shares its core, relative to a thread with a core of its own."""
 
 
 class Machine:
-    """Simulate steps on a number of cores, some of which other processes use."""
+    """Simulate steps on `cores` cores, of which other processes use some."""
 
     def __init__(self, choice: ThreadChoice, cores: int, *, noise: float = 0.0) -> None:
         self.choice = choice
@@ -31,7 +31,7 @@ class Machine:
         self._unread = 0.0, 0.0
 
     def seconds(self, n_tokens: int, way: Way) -> float:
-        """Return how long a step takes."""
+        """Return the seconds that a step takes."""
         contended = way.threads + self.others > self.cores
         alone = STEP * work_of(n_tokens) / way.threads
         if contended and way.threads > 1:
@@ -42,17 +42,21 @@ class Machine:
         return alone * way.threads / (way.threads + spare * (way.helpers > 0) + HELP * way.helpers)
 
     def free(self, threads: int) -> bool:
-        """Return whether so many threads would have their cores: others may give way to them."""
+        """Tell whether each of so many threads would have a core; with `waiting` 1, others give way
+        to them.
+        """
         return threads + self.others <= self.cores or self.waiting == 1.0
 
     def wanted(self, way: Way) -> float:
-        """Return what OtherWork tells: others use half of a core that they share with a thread."""
+        """Return the cores that others want, as OtherWork reports them: of a shared core, they use
+        half.
+        """
         shared = max(0, min(self.others, way.threads + way.helpers + self.others - self.cores))
         used = self.others - shared / 2
         return used + min(used, shared / 2)
 
     def run(self, seconds: float, n_tokens: int = 1) -> dict[Way, float]:
-        """Run steps for `seconds`; returns the seconds by way."""
+        """Run steps for `seconds`; return the seconds that each way took."""
         spent: dict[Way, float] = defaultdict(float)
         random, noise = self._noise
         while sum(spent.values()) < seconds:
@@ -120,7 +124,7 @@ def test_cores_that_nobody_uses_are_left_to_others() -> None:
 
 
 def test_costs_decide_and_not_what_others_use() -> None:
-    """Other processes may be of those that use only what is left over."""
+    """Measured times decide and not the use by others, which may use only what is left over."""
     machine = Machine(ThreadChoice(2, 2), cores=2)
     machine.others, machine.waiting = 1, 1.0
     machine.choice.note_others(1.0)
@@ -171,7 +175,9 @@ def test_they_do_so_later_where_the_system_says_nothing_of_others() -> None:
 
 
 def test_more_threads_than_a_quota_counts_are_kept_if_they_are_faster() -> None:
-    """A quota of 2.5 cores counts as 2 of the 4 that are there."""
+    """More threads than a quota allows for are kept if they are faster: 2.5 cores count as 2 of
+    4.
+    """
     machine = Machine(ThreadChoice(4, 2), cores=3)
     assert machine.choice.way == Way(2)
     machine.run(20.0)
@@ -181,7 +187,7 @@ def test_more_threads_than_a_quota_counts_are_kept_if_they_are_faster() -> None:
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize(("threads", "others"), [(2, 1), (4, 1), (4, 2)])
 def test_no_step_needs_a_core_that_others_use(threads: int, others: int, noise: float) -> None:
-    """Such a step takes 20 times as long as one whose threads have cores of their own."""
+    """No step uses a core that others use, because it would take 20 times as long."""
     choice = ThreadChoice(threads, threads)
     choice.note_others(float(others))
     machine = Machine(choice, cores=threads, noise=noise)
@@ -203,7 +209,9 @@ def test_a_core_that_others_take_is_left_to_them_at_once(tells: bool) -> None:
 
 
 def test_cores_that_others_leave_are_searched_again_soon() -> None:
-    """Somebody may have used them for a moment."""
+    """Cores that others leave are tried again soon, because these may have used them only for a
+    moment.
+    """
     choice = ThreadChoice(2, 2)
     choice.note_others(1.0)
     choice.add(1, 0.2)

@@ -74,8 +74,10 @@ def test_impossible_shapes_are_refused(tmp_path: Path, shape: dict[str, object])
 def test_attention_is_neither_uniform_nor_a_spike(
     tmp_path: Path, architecture: str, head_dim: int
 ) -> None:
-    """The entropy of the first layer's last query, in bits, is computed from the weights without
-    RoPE.
+    """The attention of a tiny model is neither uniform nor a spike, by the entropy of one query in
+    bits.
+
+    It is computed from the weights of the first layer, without RoPE.
     """
     n_head, n_head_kv, n_keys = 4, 2, 200
     path = tmp_path / "tiny.gguf"

@@ -1,4 +1,4 @@
-"""Messages, tools and schemas of requests are read and checked, without a model."""
+"""Messages, tools and schemas of requests are read and checked."""
 
 from __future__ import annotations
 
@@ -250,7 +250,9 @@ def test_a_call_is_passed_on_once_its_json_has_ended() -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "<tool_call>" + "[" * 100_000])
 def test_brackets_without_an_end_are_text(text: str) -> None:
-    """Reading them once ended a generation with RecursionError."""
+    """Thousands of brackets that are not closed are plain text, and do not end the generation with
+    an error.
+    """
     assert USE.read(text) == (text, [])
     call = {**CALL, "function": {"name": "add", "arguments": text}}
     message = {**ASSISTANT, "tool_calls": [call]}

@@ -1,4 +1,6 @@
-"""A trajectory records entries while a text grows: in bounded memory, as JSON, and as a picture."""
+"""A trajectory records entries while a text grows, in bounded memory, and can be shown as JSON and
+as a picture.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +110,7 @@ def test_the_lines_are_the_trajectory_s() -> None:
 
 
 class Frozen:
-    """Fake the counters of a store with cold storage that freezes one entry per token."""
+    """Stand in for the counters of a store with cold storage that freezes one entry per token."""
 
     def __init__(self, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
         counters = session._slot.store.counters

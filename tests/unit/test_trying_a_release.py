@@ -1,4 +1,4 @@
-"""`make test-versions` ends with one sentence for each way in which a release may fail."""
+"""`make test-versions` ends with one clear sentence, whichever way a release fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Users are recognised by their keys, and texts are shown only when allowed."""
+"""Users are recognised by their keys, and texts are shown only where that is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way in which policy auto uses a profile: what a comparison chooses, and what its file has."""
+"""Policy auto uses a profile in the way that a comparison chose."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from tests.support.profiles import example
 
 CURVES, CURVES_ALONE = WAYS[2:]
 QWEN = {NO_PROFILE: 0.11, PREDICTOR_ONLY: 0.0957, CURVES: 0.1374, CURVES_ALONE: 0.1653}
-"""KL of Qwen2.5-Coder-0.5B, with which the budgets of its profile lose."""
+"""The KL in nats of each way for Qwen2.5-Coder-0.5B, which loses with the budgets of its
+profile.
+"""
 
 
 TEXTS = (0.5, 0.8, 0.9, 1.1, 1.2, 1.5)
-"""How much more is lost in one text than in another, whatever the way."""
+"""The factors by which more is lost in one text than in another, by any way."""
 
 
 SOME, MORE, FEWER, FAR_FEWER = (tuple(int(i < n) for i in range(60)) for n in (30, 36, 29, 20))
-"""Which of 60 facts are known."""
+"""For each of 60 facts, 1 if it is known."""
 OTHERS = (*SOME[2:], 1, 1)
-"""Two facts are lost, and four others gained."""
+"""Known facts that differ from SOME: two are lost, and two others gained."""
 
 
 def compared(
@@ -46,11 +48,10 @@ def compared(
     repetitions: dict[str, float] | None = None,
     noise: dict[str, tuple[float, ...]] | None = None,
 ) -> WayComparison:
-    """Return a comparison at one budget in six texts; ways know SOME facts and repeat equally, if
-    not given.
+    """Return a comparison of ways at one budget in six texts.
 
-    `noise` are factors of a way's loss in the texts. The full cache knows no facts if `facts` is
-    None.
+    Unless given, a way knows SOME facts and repeats as others do. `noise`: factors of a way's loss,
+    per text. If `facts` is None, the full cache knows no facts.
     """
     known, repeated, factors = facts or {}, repetitions or {}, noise or {}
     some = () if facts is None else SOME
@@ -77,9 +78,10 @@ def compared(
         ({**QWEN, CURVES: 0.05}, {}, CURVES),
         ({**QWEN, CURVES: 0.05, CURVES_ALONE: 0.04}, {}, CURVES_ALONE),
         ({**QWEN, PREDICTOR_ONLY: 0.12}, {}, NO_PROFILE),
-        ({**QWEN, PREDICTOR_ONLY: 0.11}, {}, PREDICTOR_ONLY),  # It reads texts once.
+        # PREDICTOR_ONLY is as good, and reads texts only once.
+        ({**QWEN, PREDICTOR_ONLY: 0.11}, {}, PREDICTOR_ONLY),
         ({**QWEN, PREDICTOR_ONLY: 0.12, CURVES: 0.08}, {}, CURVES),
-        (QWEN, {PREDICTOR_ONLY: FEWER}, PREDICTOR_ONLY),  # A fact is noise.
+        (QWEN, {PREDICTOR_ONLY: FEWER}, PREDICTOR_ONLY),  # One fact fewer may be chance.
         (QWEN, {PREDICTOR_ONLY: FAR_FEWER}, NO_PROFILE),
         ({**QWEN, PREDICTOR_ONLY: 0.12}, {PREDICTOR_ONLY: OTHERS}, NO_PROFILE),
         ({**QWEN, CURVES: 0.05}, {CURVES: FEWER}, PREDICTOR_ONLY),
@@ -87,7 +89,8 @@ def compared(
         ({**QWEN, CURVES: 0.05}, {PREDICTOR_ONLY: MORE}, PREDICTOR_ONLY),
         ({**QWEN, CURVES: 0.0957}, {CURVES: MORE}, CURVES),
         ({**QWEN, CURVES: 0.0957}, {CURVES: OTHERS}, PREDICTOR_ONLY),
-        ({**QWEN, CURVES: 0.12}, {CURVES: MORE}, PREDICTOR_ONLY),  # Facts do not pay for the KL.
+        # More facts do not outweigh the larger KL.
+        ({**QWEN, CURVES: 0.12}, {CURVES: MORE}, PREDICTOR_ONLY),
         ({NO_PROFILE: 0.1, CURVES: 0.12}, {}, NO_PROFILE),
         ({NO_PROFILE: 0.1, CURVES: 0.08}, {}, CURVES),
         ({NO_PROFILE: 0.0, PREDICTOR_ONLY: 0.0}, {}, PREDICTOR_ONLY),
@@ -105,18 +108,22 @@ def test_the_least_loss_wins_and_ties_go_to_the_simpler_way(
         ((1.0, 1.0, 1.0, 1.0, 1.0, 1.0), CURVES),
         ((1.1, 0.9, 1.0, 1.1, 0.9, 1.0), CURVES),
         ((1.0, 1.0, 1.0, 1.0, 1.0, 0.5), CURVES),
-        ((1.25, 1.25, 1.25, 1.25, 1.25, 0.3), PREDICTOR_ONLY),  # One text says all.
+        # The whole gain comes from one text.
+        ((1.25, 1.25, 1.25, 1.25, 1.25, 0.3), PREDICTOR_ONLY),
         ((1.6, 0.6, 1.6, 0.6, 1.6, 0.6), PREDICTOR_ONLY),
     ],
 )
 def test_a_gain_must_exceed_what_texts_differ_by(factors: tuple[float, ...], best: str) -> None:
-    """The gain of 18 % is the same in the mean."""
+    """A mean gain of 18 % is chosen only if it exceeds the differences between texts."""
     ways = {NO_PROFILE: 0.1, PREDICTOR_ONLY: 0.1, CURVES: 0.082}
     assert best_way(compared(ways, noise={CURVES: factors})) == best
 
 
 def test_an_advantage_is_the_sum_of_differences_against_their_chance() -> None:
-    """Gains of 2 and 0.5 in a text and 1, 1 in another, and two facts gained and one lost."""
+    """An advantage is the sum of paired differences, relative to what they would be by chance.
+
+    Here KL gains factors of 2, 1, 0.5 and 1, and two facts are gained and one lost.
+    """
     base = ComparedWay(NO_PROFILE, ((1.0, 1.0), (1.0, 1.0)), ((1.0, 1.0),) * 2, ((0, 1), (0, 1)))
     loss = tuple(tuple(map(float, np.exp(row))) for row in -np.array([[2.0, 1.0], [0.5, 1.0]]))
     other = ComparedWay(CURVES, loss, ((0.5, 2.0), (0.5, 0.5)), ((1, 0), (1, 1)))
@@ -136,8 +143,9 @@ def test_an_advantage_is_the_sum_of_differences_against_their_chance() -> None:
 
 
 def measured(*ways: tuple[str, Any, Any, Any, Any]) -> WayComparison:
-    """Return a comparison of ways in four passages: the name, KL at 20 and 10 % of the bytes, and
-    which of 32 facts are lost there.
+    """Return a comparison of ways in four passages.
+
+    Of each way: name, KL at 20 and 10 % of the bytes, and which of 32 facts are lost at each.
     """
     compared = [
         ComparedWay(way, (at_20, at_10), (at_20, at_10), (lost(*lost_20), lost(*lost_10)))
@@ -151,8 +159,10 @@ def lost(*facts: int) -> tuple[int, ...]:
 
 
 def test_gains_at_one_budget_count_although_the_other_one_gains_nothing() -> None:
-    """Gemma 3 270M, as `calibrate --quick` measures it: at 10 % of the bytes, the predictor knows
-    eight facts more and two others less; at 20 %, its KL is 3 % larger.
+    """A gain at one budget counts, although the other budget gains nothing.
+
+    The figures are those of Gemma 3 270M with `calibrate --quick`: at 10 % of the bytes, the
+    predictor knows eight facts more and two others less; at 20 %, its KL is 3 % larger.
     """
     at_20, at_10 = (0.0167, 0.0161, 0.0124, 0.0154), (0.0930, 0.1485, 0.0401, 0.0850)
     none = (NO_PROFILE, at_20, at_10, (17, 22), (0, 2, 3, 9, 11, 12, 17, 30, 31))
@@ -168,8 +178,11 @@ def test_gains_at_one_budget_count_although_the_other_one_gains_nothing() -> Non
 
 
 def test_budgets_that_lose_facts_are_not_chosen_for_a_smaller_divergence() -> None:
-    """Qwen2.5-Coder-0.5B, as `calibrate --quick` measures it: with budgets by curves alone, ten
-    facts less are known at 10 % of the bytes, although KL at 20 % is 27 % smaller in the mean.
+    """Budgets that lose facts are not chosen for a smaller KL.
+
+    The figures are those of Qwen2.5-Coder-0.5B with `calibrate --quick`: with budgets by curves
+    alone, ten facts fewer are known at 10 % of the bytes, although the mean KL at 20 % is 27 %
+    smaller.
     """
     lost_10 = (3, 4, 6, 11, 12, 13, 14, 15, 20, 24, 27, 29, 30)
     at_20, at_10 = (0.0848, 0.0481, 0.0386, 0.1356), (0.2219, 0.2865, 0.0917, 0.3014)
@@ -187,8 +200,10 @@ def test_budgets_that_lose_facts_are_not_chosen_for_a_smaller_divergence() -> No
 
 
 def chosen(rng: np.random.Generator, way: str, gain: float, n_texts: int) -> bool:
-    """Tell whether a way is chosen that loses less than none by this logarithm, and knows more
-    facts; the KL of ways differs as much from text to text as Gemma's, and known facts by chance.
+    """Tell whether a way is chosen whose KL is smaller by `gain`, a logarithm, and that knows more
+    facts.
+
+    KL differs between texts as much as Gemma's does, and known facts by chance.
     """
     shape, facts = (2, n_texts), (2, 8 * n_texts)
     noise = np.array([[0.08], [0.28]]) * rng.normal(size=shape)
@@ -229,8 +244,9 @@ def test_chance_seldom_chooses_and_gains_are_seen(
 
 
 def test_repetitions_count_as_far_as_the_model_repeats() -> None:
-    """A model that answers word for word needs other entries than one that goes on; facts say more
-    if it knows some.
+    """Repetitions count as far as the model repeats, but less if it also knows facts.
+
+    A model that answers word for word needs other entries than one that continues a text.
     """
     repetitions = {NO_PROFILE: 0.5, PREDICTOR_ONLY: 0.5, CURVES: 0.9, CURVES_ALONE: 0.3}
     divergences = {**QWEN, CURVES: 0.08, CURVES_ALONE: 0.085}
@@ -249,7 +265,7 @@ def test_repetitions_count_as_far_as_the_model_repeats() -> None:
 def test_nothing_is_chosen_that_only_loses(
     factors: list[list[float]], lost: list[list[bool]]
 ) -> None:
-    """It knows no fact that is not known without a profile, and no KL of it is smaller."""
+    """A way that knows no further fact, and has a smaller KL nowhere, is never chosen."""
     none = ComparedWay(NO_PROFILE, ((1.0,) * 4,) * 2, ((0.0,) * 4,) * 2, ((1,) * 30,) * 2)
     losers = []
     for way, factor, gone in zip(WAYS[1:], factors, lost, strict=True):
@@ -287,7 +303,9 @@ def test_curves_that_count_must_be_there() -> None:
 
 
 def test_a_device_store_still_shares_by_curves() -> None:
-    """Budgets of a device store cannot follow the text, and were not compared."""
+    """A device store uses curves whatever won, because its budgets cannot follow the text, and were
+    not compared.
+    """
     profile = with_best(PREDICTOR_ONLY)
     assert policy_named("auto", profile, "device").name == "profile:mass+values+predicted"
 
