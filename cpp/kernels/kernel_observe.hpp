@@ -17,7 +17,7 @@ inline Vec add_observed(Vec given, Vec sums) {
     }
 }
 
-// Combines what was given so far with what is given now.
+// Combines the importance that earlier queries gave with what a vector of queries gives.
 template <Statistic What>
 inline float merged(float sum_so_far, Vec given) {
     if constexpr (What == Statistic::largest_probability) {

@@ -63,7 +63,7 @@ std::size_t Device::aligned(std::size_t bytes) const {
 }
 
 std::unique_ptr<ggml_context, FreeContext> Device::graph_context() {
-    wait();  // graphs have the same working memory
+    wait();  // all graphs use the same working memory
     return context_in(graph_memory_);
 }
 
@@ -167,7 +167,7 @@ void DeviceMemory::write(std::size_t offset, const void* values, std::size_t byt
 
 void DeviceMemory::tell(const std::vector<std::uint8_t>& bytes) {
     if (bytes == told_) return;
-    told_.clear();  // until it is written
+    told_.clear();  // unknown until the write has succeeded
     write(0, bytes.data(), bytes.size());
     told_ = bytes;
 }

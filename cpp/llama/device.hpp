@@ -28,7 +28,7 @@ struct FreeAllocator {
     void operator()(ggml_gallocr_t allocator) const { ggml_gallocr_free(allocator); }
 };
 
-// Counts how often host and devices wait for each other.
+// Counts the graphs that devices compute, and the copies between them and the host.
 struct DeviceTraffic {
     std::size_t computed = 0;   // graphs
     std::size_t uploads = 0;    // copies from the host

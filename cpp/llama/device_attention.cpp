@@ -315,7 +315,7 @@ void DeviceAttention::add_changed_positions(Served& served, StepInput& input) {
 }
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
-    device_.wait();  // for rows that are moved, and for what observes the step before
+    device_.wait();  // rows may still be moved, and queries of the step before be observed
     step_ = step;
     if (step.alike) return begin_alike();
     if (packed_) lay_out_positions(false);
@@ -350,7 +350,7 @@ void DeviceAttention::copy_positions(const Served& served, float* to) {
         std::copy_n(head.positions.begin(), head.used(), to + head.first_position);
 }
 
-// Chooses places for what the layers find out.
+// Chooses places, among the findings of a step, for what its layers find out about n_tokens tokens.
 void DeviceAttention::place_findings(int n_tokens, bool observed) {
     n_found_ = n_tokens;
     has_observed_ = observed;

@@ -218,7 +218,7 @@ private:
         std::size_t mask;           // mask of a step with heads that are alike, f16
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
-        std::size_t findings;       // where those of the layer begin
+        std::size_t findings;       // where the findings of the layer begin
         std::size_t observed;       // [position of all heads], f32: what queries gave
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // [KV head][token], f32
@@ -341,10 +341,11 @@ private:
     std::unique_ptr<DeviceMemory> predictors_;   // null: nothing is predicted
     std::unique_ptr<DeviceMemory> sinks_;        // null: no layer has sinks
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
-    std::unique_ptr<DeviceMemory> moves_;        // from which rows to which ones
+    std::unique_ptr<DeviceMemory> moves_;        // the rows that are moved, and where to
     std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device does not multiply by them
     std::unique_ptr<DeviceMemory> outside_;  // in f32: see place_outside()
-    std::unique_ptr<DeviceMemory> masks_of_alike_;  // [token][row], f16; null: they never are
+    // masks of heads that are alike, [token][row], f16; null: heads never are
+    std::unique_ptr<DeviceMemory> masks_of_alike_;
     // Serve steps in llama.cpp's own graph, and are null if there are none: kept queries of several
     // tokens, and which rows findings are computed for.
     std::unique_ptr<DeviceMemory> queries_;
@@ -357,7 +358,7 @@ private:
     // row.
     bool packed_ = false;
     int layout_ = 0;            // the layout of masks that packed positions follow
-    bool masks_known_ = false;  // whether the device has them, for packed positions
+    bool masks_known_ = false;  // whether the device has the masks of packed positions
     std::size_t position_bytes_ = 0;
     std::size_t token_positions_ = 0;  // offset in the input: [token], f32
     // Says where another input is: [KV head][token], i32, by how many positions keys are turned
@@ -370,10 +371,11 @@ private:
     int n_found_ = 0;
     bool has_observed_ = false;
     UnknownTokens looked_for_;
-    std::vector<std::size_t> rows_looked_up_;  // where looked_up_ has those of each layer
+    std::vector<std::size_t> rows_looked_up_;  // offset of each layer's rows in looked_up_
     std::size_t layers_of_part_ = 0;
-    Part next_part_;                     // is built, or has no layers
-    LayerRange launched_{};              // which layers the device has begun last
+    // the part that is built and not begun yet; it may have no layers
+    Part next_part_;
+    LayerRange launched_{};              // the layers of the part that the device has begun last
     std::vector<std::uint8_t> written_;  // the input of a step
     HostMemory found_{device_};          // the findings of a step
 };

@@ -154,7 +154,7 @@ private:
     const DeviceLayer& layer_;
     const ImportanceSettings& importance_;
     bool all_uneven_ = false;
-    int n_sequences_ = 1;  // that attend in one operation
+    int n_sequences_ = 1;  // the sequences that attend in one operation
     int reader_;
     bool first_reader_;
     const DeviceNode node_;

@@ -495,7 +495,7 @@ ggml_tensor* DeviceAttention::write_masks(ggml_context* context, std::size_t row
 }
 
 void DeviceAttention::begin_nodes() {
-    if (node_memory_.empty()) return;  // No step is computed there.
+    if (node_memory_.empty()) return;  // no step is computed in llama.cpp's own graph
     node_context_.reset();
     node_context_.reset(ggml_init({node_memory_.size(), node_memory_.data(), true}));
     if (node_context_ == nullptr) throw std::bad_alloc();
@@ -556,7 +556,7 @@ void DeviceAttention::begin_alike() {
         const bool is_known =
             alike.count == count && alike.n_tokens == n && alike.see_all == step_.see_all;
         if (is_known) continue;
-        alike.count = -1;  // until it is computed
+        alike.count = -1;  // the mask is unknown until it is computed
         alike.n_tokens = n;
         alike.see_all = step_.see_all;
         DeviceGraph(context.get(), graph, *this, *alike.first, 0, {}, step_).add_mask();
@@ -703,7 +703,7 @@ void DeviceAttention::look_up() {
 void DeviceAttention::build_part() {
     std::size_t first = launched_.end;
     Part& part = next_part_;
-    part.context.reset();  // has memory that the new one may get
+    part.context.reset();  // frees memory that the new part may get
     part.layers = {first, first};
     if (first == layers_.size()) return;
     part.context = device_.next_graph_context();

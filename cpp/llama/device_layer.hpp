@@ -67,11 +67,11 @@ struct RowMove {
 struct DeviceHead {
     int first_row = 0;             // number in the layer's tensors
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
-    std::vector<float> positions;  // rows have them; kFreeRow: the row holds nothing
+    std::vector<float> positions;  // of the rows; kFreeRow: the row holds nothing
     int count = 0;                 // entries, in the first rows
     int staged = 0;                // tokens of the micro-batch that is read, behind them
     std::vector<int> changed;      // rows whose positions the device does not know
-    std::vector<RowMove> moves;    // are due, from and to different rows
+    std::vector<RowMove> moves;    // the moves that are due; no row is both a source and a target
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
 
     int rows() const { return static_cast<int>(positions.size()); }

@@ -34,7 +34,7 @@ struct SingleSteps {
     std::size_t bytes() const;
 
     std::vector<Layer> layers;
-    int layout = 0;  // number of the widths; another one has another number
+    int layout = 0;  // the number of these widths; other widths have another one
     std::unique_ptr<DeviceMemory> masks;
     std::unique_ptr<DeviceMemory> input;
     std::unique_ptr<DeviceMemory> queries;  // null: none are observed

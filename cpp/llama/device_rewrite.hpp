@@ -45,7 +45,7 @@ private:
         const ggml_tensor* node;
         const void* source;     // where its first source lay
         int attends;            // the number of the layer whose attention it is; -1: it is none
-        std::size_t n_changes;  // that were made then
+        std::size_t n_changes;  // the number of changes that were made then
     };
 
     DeviceBatch& batch_;

@@ -226,7 +226,7 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
                           int first, int n_drafts, bool see_all) {
-    end_decisions();  // decisions of a step that failed
+    end_decisions();  // a step that failed may have left decisions
     if (n_tokens > 1) add_late_findings();
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing =
@@ -286,7 +286,7 @@ void DeviceStore::begin_nodes() {
 }
 
 std::size_t DeviceStore::layout() const {
-    std::size_t layout = taken_ << 32U;  // the layouts of a place's masks are fewer
+    std::size_t layout = taken_ << 32U;  // there are fewer than 2^32 layouts of a place's masks
     for (const auto& device : devices_) layout += device->layout();
     return layout;
 }
@@ -615,7 +615,7 @@ void DeviceStore::commit(int layer, int h, bool found, int worker) {
     ledger_.commit(layer, h, step_.n_tokens, observed, nullptr, 0.0f, worker);
     DeviceHead& rows_of_head = head(layer, h);
     if (step_.in_graph && !plan_.due && plan_.unknown.n > 0)
-        rows_of_head.unknown.push_back(rows_of_head.count);  // of the single token
+        rows_of_head.unknown.push_back(rows_of_head.count);  // the row of the single token
     follow_ledger(layer, h);
 }
 

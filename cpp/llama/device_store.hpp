@@ -260,7 +260,7 @@ private:
     struct CommitPlan {
         UnknownTokens unknown;   // unknown tokens, with those of the step
         bool due = false;        // whether they must be looked up before
-        bool evicting = false;   // whether the budgets hold less
+        bool evicting = false;   // whether the budgets hold less, so that entries are evicted
         bool meanwhile = false;  // whether nothing that the device finds out is needed
     };
     CommitPlan plan_;
