@@ -136,7 +136,7 @@ void MappedFile::let_go() noexcept {
     if (file_ < 0) return;
     if (mmap(memory_.data(), memory_.size(), PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED)
-        return;  // The file stays; it is tried again when its pages are free the next time.
+        return;  // The file stays mapped; this is tried again the next time its pages are free.
 #if defined(MADV_HUGEPAGE)
     madvise(memory_.data(), memory_.size(), MADV_HUGEPAGE);
 #endif

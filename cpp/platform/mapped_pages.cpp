@@ -57,7 +57,7 @@ void MappedPages::append_file(const std::shared_ptr<MappedFile>& file, std::size
     if (!ranges_.empty()) {
         Range& last = ranges_.back();
         last.capacity = first - last.first;
-        // What a slab has behind the last page would never be used.
+        // Memory of the slab behind its last page would never be used.
         const std::size_t page = system_page_bytes();
         last.memory().shrink((last.capacity * page_bytes_ + page - 1) / page * page);
     }

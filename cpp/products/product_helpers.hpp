@@ -55,7 +55,7 @@ private:
         std::atomic<std::uint64_t> ready{0};
         AlignedBytes products;
     };
-    static constexpr int kSlots = 2;  // so a helper need not wait until one is copied
+    static constexpr int kSlots = 2;  // so that a helper need not wait until the first is copied
     struct Helper {
         AlignedBytes tile;
         Slot slots[kSlots];

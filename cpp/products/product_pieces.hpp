@@ -22,7 +22,7 @@ struct ProductTask {
 struct ProductPiece {
     WeightRows rows;
     RoundedTokens tokens;
-    float* out;  // its products belong there
+    float* out;  // where the products of this piece are written
 };
 
 // Says how a task is cut into pieces, which have numbers from 0.

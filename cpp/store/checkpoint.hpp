@@ -23,7 +23,7 @@ class HeadStore;
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
-    std::vector<float> importance;  // Empty slots of the last page have one, too.
+    std::vector<float> importance;  // also for empty slots of the last page
     std::optional<DroppedScores> dropped{};
 };
 

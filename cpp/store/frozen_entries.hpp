@@ -14,7 +14,7 @@ struct FrozenEntries {
     std::optional<ColdHead> cold{};
     bool counts_detections = false;        // true under a freeze schedule
     std::vector<int> record_numbers{};     // number of the record of each held entry, or kNone
-    std::vector<Detections> detections{};  // Held entries have these under a schedule.
+    std::vector<Detections> detections{};  // of each held entry, under a schedule
     // The counters are of this head only: a shared counter would make the threads wait for each
     // other.
     std::size_t n_frozen = 0;

@@ -13,12 +13,13 @@ import {
 import { models } from "./models";
 
 const LEAST_MS = 50;
-// The speed of an answer that comes within a shorter time is not shown: it would mean nothing.
+// An answer that took less time than this shows no speed, because the figure would mean nothing.
 const LEAST_SECONDS = 0.05;
-// So many passages of a document are shown under an answer.
+// How many passages of a document are shown under an answer.
 const PASSAGES = 4;
 
-// An answer is sent as it came: a next turn goes on with it only if it is the same to the space.
+// Answers are sent back unchanged, with their spaces: only then can the next turn continue from
+// what the server has read.
 const wholeText = ({ role, text, attachments }: Message): string =>
   role === "assistant"
     ? text
@@ -34,7 +35,7 @@ let controller: AbortController | null = null;
 
 export const stop = (): void => controller?.abort();
 
-// Delete a conversation; an answer that is written in it ends.
+// Delete a conversation, and stop the answer that is being written in it.
 export function forget(id: string): void {
   if (state.value.answering === id) stop();
   remove(id);
@@ -50,7 +51,7 @@ export async function say(text: string, attachments: Attachment[]): Promise<void
   await answer(id);
 }
 
-// Say something else in an earlier turn; what came after it is forgotten.
+// Say something else in an earlier turn; everything after it is deleted.
 export async function edit(index: number, text: string): Promise<void> {
   const { id, messages } = chosen();
   const message = { ...messages[index]!, text };
@@ -94,7 +95,7 @@ async function answer(id: string): Promise<void> {
   state.update({ answering: id, problem: null });
   show();
   const figures = new Figures();
-  // Longer texts take longer to show: many tokens at once then.
+  // Longer texts take longer to draw, so they are drawn less often, with more tokens at a time.
   let pending: number | undefined;
   const showSoon = (): void => {
     pending ??= window.setTimeout(
@@ -144,7 +145,7 @@ async function answer(id: string): Promise<void> {
 
 function sentence(error: unknown): string {
   if (error instanceof ApiError) return error.message;
-  // The connection ended within the answer.
+  // Any other error means that the connection ended within the answer.
   if (connection.value === "ready") void request("health").catch(() => undefined);
   return "The connection was lost before the answer was complete.";
 }

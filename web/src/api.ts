@@ -1,4 +1,4 @@
-// Sends requests to the server that the page came from, with the key that the user gave for this tab.
+// Sends requests to the server of this page, with the API key that the user entered for this tab.
 import { Store } from "./store";
 
 const KEY = "entropykv.key";
@@ -7,7 +7,7 @@ const RETRY_MS = 1500;
 export type Connection = "starting" | "ready" | "loading" | "gone";
 
 export const connection = new Store<Connection>("starting");
-// Why the key is asked for; null: it is not.
+// Why the user is asked for the key; null: nobody is asked.
 export const keyQuestion = new Store<string | null>(null);
 
 export class ApiError extends Error {
@@ -24,7 +24,8 @@ export function setKey(key: string): void {
   keyQuestion.set(null);
 }
 
-// It is relative to the page, which may be below a path of a proxy.
+// Returns the URL of a path on the server, relative to the page, which a proxy may serve below a
+// path of its own.
 const address = (path: string): string => new URL(path, document.baseURI).href;
 
 export async function request(path: string, options: RequestInit = {}): Promise<Response> {
@@ -54,7 +55,7 @@ export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
 
 let waiting = false;
 
-// Ask until the server is there again.
+// Show that the server cannot be reached, and ask until it answers again.
 export async function lost(how: Connection): Promise<void> {
   connection.set(how);
   if (waiting) return;
@@ -86,7 +87,8 @@ export async function* eventsOf(response: Response): AsyncGenerator<ServerEvent>
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      // Only what is new can hold the end of an event, or its second half.
+      // An event ends with "\n\n". Only new characters can complete it, so the search begins with
+      // the last old one.
       let from = Math.max(0, buffer.length - 1);
       buffer += value;
       for (;;) {

@@ -141,7 +141,7 @@ function Question({ message, isEdited, canEdit, onEdit, onSave }: QuestionProps)
 }
 
 interface EditedQuestionProps {
-  // The field begins with this text.
+  // What the field contains at first.
   text: string;
   onCancel: () => void;
   onSave: (text: string) => void;

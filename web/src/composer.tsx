@@ -1,4 +1,4 @@
-// Goes on with a conversation: a text, and files that come before it.
+// Shows the field for the next message of a conversation, and lets files be attached to it.
 import type { JSX } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { say, stop } from "./answers";
@@ -16,9 +16,9 @@ interface ComposerProps {
   blocked: boolean;
   onEditLast: () => void;
   onSay: () => void;
-  // The conversation is about this document.
+  // The document that the conversation is about.
   document: string | undefined;
-  // True if nothing was said in the conversation yet.
+  // True if the conversation has no messages yet.
   isNew: boolean;
 }
 
@@ -64,7 +64,7 @@ export function Composer({
       else setFiles((others) => [...others, { name: file.name, text: content }]);
     }
   };
-  // Files can be dropped anywhere on the chat.
+  // Files can be dropped anywhere on the chat, not only on this form.
   useLayoutEffect(() => {
     const chat = form.current!.parentElement!;
     const allow = (event: DragEvent): void => event.preventDefault();

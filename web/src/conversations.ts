@@ -1,4 +1,4 @@
-// Holds conversations, as this browser keeps them.
+// Holds conversations, which this browser stores.
 import { ApiError, get } from "./api";
 import { learnModels, withModel } from "./models";
 import { Store } from "./store";
@@ -19,7 +19,7 @@ export interface Attachment {
   text: string;
 }
 
-// Describes a passage of a document that an answer looked at; its place is in characters.
+// Describes a passage of a document that an answer attended to; `start` and `end` count characters.
 export interface Passage {
   start: number;
   end: number;
@@ -30,12 +30,13 @@ export interface Passage {
 export interface Message {
   role: "user" | "assistant";
   text: string;
-  // The model thought this before the answer; it is not sent again.
+  // What the model thought before the answer; it is not sent back to the server.
   thought?: string;
   attachments?: Attachment[];
-  // The answer looked at these passages of the document; null: the server did not measure it.
+  // The passages of the document that the answer attended to; null: the server did not measure
+  // them.
   passages?: Passage[] | null;
-  // It says what an answer cost, and why it ended.
+  // What the answer cost, and why it ended.
   note?: string;
   error?: string;
 }
@@ -54,7 +55,7 @@ export interface Conversation {
   title: string;
   settings: Settings;
   messages: Message[];
-  // It is about the server's document of this name.
+  // The name of the server's document that the conversation is about.
   document?: string;
 }
 
@@ -74,7 +75,7 @@ interface Props {
 interface State {
   list: Conversation[];
   chosen: string;
-  // This conversation is being answered.
+  // The conversation that is being answered, or null.
   answering: string | null;
   problem: string | null;
 }
@@ -96,7 +97,7 @@ const emptySettings = (): Settings => {
   };
 };
 
-// Settings whose empty fields have what the server begins with.
+// Returns settings whose empty fields are replaced by the server's defaults.
 function filled({ system, maxTokens, seed }: Settings): Settings {
   const given = emptySettings();
   return {
@@ -119,7 +120,8 @@ function restored(): State {
     const saved = JSON.parse(localStorage.getItem(PLACE) ?? "null");
     if (saved?.list?.length) return { ...saved, answering: null, problem: null };
   } catch {
-    // Conversations that cannot be read are replaced by the next one that is kept.
+    // A saved text that cannot be read is ignored, and overwritten when conversations are saved
+    // next.
   }
   const first = made();
   return { list: [first], chosen: first.id, answering: null, problem: null };
@@ -189,11 +191,11 @@ export function set(settings: Settings): void {
   change(chosen().id, () => ({ settings }));
 }
 
-// What the server begins with is known only once it is asked: for conversations without a word.
+// Ask for the server's defaults, and use them in conversations that have no messages yet.
 export async function learnDefaults(): Promise<void> {
   const given = await get<Defaults>("v1/web/defaults");
   await learnModels(given.model);
-  // Looking at what a model begins with does not load it.
+  // Asking for the defaults of a model does not load it.
   const props = await get<Props>(`props?${withModel({ autoload: "false" })}`).catch((error) => {
     if (error instanceof ApiError && error.status === 400) return null;
     throw error;

@@ -1,4 +1,4 @@
-// Asks for the key of the API, and for the settings of a conversation.
+// Asks for the API key, and for the settings of a conversation.
 import type { ComponentChildren, JSX } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { setKey } from "./api";

@@ -54,8 +54,8 @@ function progressOf({ status, tokens_read, tokens }: DocumentState): string {
   return `${tokens_read.toLocaleString("en")} of ${all} tokens read`;
 }
 
-// Shows what an answer looked at, in the order of the document; more attention gives a stronger
-// mark.
+// Shows the passages that an answer attended to, in the order of the document; more attention gives
+// a stronger mark.
 export function Passages({ passages }: { passages: Passage[] | null }): JSX.Element | null {
   if (passages === null) return <p class="passages">{whyNoPassages(chosen().document)}</p>;
   if (passages.length === 0) return null;

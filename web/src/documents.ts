@@ -1,12 +1,13 @@
-// Knows the documents: texts that the server reads once, and that conversations ask.
+// Manages the server's documents: texts that it reads once, and that conversations ask questions
+// about.
 import { ApiError, get, request } from "./api";
 import { change, chosen, defaults } from "./conversations";
 import { models, withModel } from "./models";
 import { Store } from "./store";
 
-// The server takes no larger text as a document.
+// The largest text that the server accepts as a document.
 export const MOST_DOCUMENT_BYTES = 8 * 2 ** 20;
-// Answers of a longer document have no passages.
+// For a longer document, the server does not measure passages.
 const MOST_PASSAGE_TOKENS = 2 ** 18;
 const WATCH_MS = 400;
 const MOST_NAMES = 20;
@@ -20,7 +21,7 @@ export interface DocumentState {
   error: string | null;
 }
 
-// It holds what is known of the server's documents, by their names.
+// The state of the server's documents, by name.
 export const documents = new Store<Record<string, DocumentState>>({});
 
 const isRead = (state: DocumentState | undefined): boolean =>
@@ -65,7 +66,7 @@ export async function readDocument(file: string, text: string): Promise<void> {
       change(id, () => ({ document: tried }));
       return;
     } catch (error) {
-      // Another text has this name.
+      // The name is taken by another text: try the next one.
       if (!(error instanceof ApiError) || error.status !== 409 || number >= MOST_NAMES) throw error;
     }
   }
@@ -103,7 +104,7 @@ export function whyNoPassages(name: string | undefined): string {
         "With --policy adaptive, it does.";
 }
 
-// Take the document out of the chosen conversation; reading it ends.
+// Take the document out of the chosen conversation, and stop reading it.
 export function leaveDocument(name: string): void {
   change(chosen().id, () => ({ document: undefined }));
   if (!isRead(documents.value[name])) return;

@@ -1,4 +1,5 @@
-// Turns Markdown of answers to HTML that can do nothing: no scripts, no forms, nothing that is loaded.
+// Converts Markdown of answers to safe HTML: no scripts, no forms, and nothing that is loaded from
+// elsewhere.
 import DOMPurify from "dompurify";
 import MarkdownIt from "markdown-it";
 
@@ -36,7 +37,7 @@ const ALLOWED = {
   RETURN_TRUSTED_TYPE: true,
 };
 
-// A picture would be fetched from another machine: its address is shown instead.
+// The browser would fetch a picture from another machine; its address is shown instead.
 markdown.renderer.rules.image = (tokens, index) =>
   markdown.utils.escapeHtml(`[${tokens[index]!.content}](${tokens[index]!.attrGet("src") ?? ""})`);
 

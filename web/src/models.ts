@@ -1,4 +1,4 @@
-// Knows the models of the server, and the one that answers what is said next.
+// Holds the names of the server's models, and the one that will answer next.
 import { get } from "./api";
 import { Store } from "./store";
 
@@ -7,7 +7,7 @@ const PLACE = "entropykv.model";
 interface Models {
   // Names of all models, if the server has several.
   names: string[];
-  // If it is null, the server has only one, which needs no name.
+  // null: the server has a single model, which needs no name.
   chosen: string | null;
 }
 
@@ -15,7 +15,7 @@ export const models = new Store<Models>({ names: [], chosen: null });
 
 export async function learnModels(first: string): Promise<void> {
   const { data } = await get<{ data: { id: string; status?: object }[] }>("v1/models");
-  // A server of one model has no states of models.
+  // A server with a single model does not list states.
   const names = data.filter((each) => each.status).map((each) => each.id);
   const before = models.value.chosen ?? localStorage.getItem(PLACE);
   const chosen = before !== null && names.includes(before) ? before : first;

@@ -40,7 +40,7 @@ export function known<T>(store: Store<T | null>): Promise<T> {
 
 export function useStore<T>(store: Store<T>): T {
   const [, redraw] = useState(0);
-  // An ordinary effect runs after the page is painted: changes until then would be missed.
+  // An ordinary effect runs only after the page is painted, and would miss changes before that.
   useLayoutEffect(() => store.follow(() => redraw((n) => n + 1)), [store]);
   return store.value;
 }

@@ -9,7 +9,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const saved = localStorage.getItem(PLACE) as Theme | null;
 
 export const theme = new Store<Theme>(saved && THEMES.includes(saved) ? saved : "system");
-// True if it is dark now: canvases are drawn again where it changes.
+// True if dark colours are in use; canvases are drawn again when it changes.
 export const isDark = new Store<boolean>(false);
 
 export function applyTheme(): void {

@@ -1,4 +1,4 @@
-// Shows what the budget holds: of one conversation, or of all that share a pool.
+// Shows how the budget is used: by one conversation, or by all that share a pool.
 import type { JSX } from "preact";
 import { useStore } from "../store";
 import { colourOf } from "./colours";
@@ -79,7 +79,7 @@ function OfOne({ map }: { map: Holder }): JSX.Element {
   );
 }
 
-// The budget is hard, so the page says what lies beside it, and why.
+// Because the budget is hard, the page lists the memory outside of it, and why that is needed.
 function Outside(): JSX.Element | null {
   const { pool, conversations } = useStore(picture)!;
   const frozen = conversations.reduce((sum, each) => sum + each.frozen_bytes, 0);

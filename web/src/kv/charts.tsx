@@ -30,9 +30,9 @@ interface ChartProps {
   lines: Line[];
   // True if the lines are drawn as areas, one upon the other.
   stacked?: boolean;
-  // Lines of conversations: their names are in the table above.
+  // True for one line per conversation, whose names are in the table above.
   unnamed?: boolean;
-  // Values are at most so many bytes; null: they are counts without a limit.
+  // The largest value in bytes; null: values are counts without a limit.
   limit?: number | null;
 }
 
@@ -44,7 +44,7 @@ function timeLabel(seconds: number, least: number): string {
   return seconds < 0.93 * least ? "" : `−${duration(-seconds)}`;
 }
 
-// A value between two times in which there is none has no line: it is shown as a point.
+// Lists values without neighbours in time, which no line can show: they are drawn as points.
 function alone(plot: uPlot, series: number): number[] {
   const values = plot.data[series]!;
   const found = [];
@@ -100,8 +100,8 @@ function options({ lines, stacked, limit = null }: ChartProps, width: number): u
   };
 }
 
-// Values of every line; of stacked ones the sums of those from each on, so that the first is drawn
-// first, and behind the others.
+// Returns the values of every line. Stacked lines have the sums of their own and all later lines,
+// so that the first one is drawn first, behind the others.
 function valuesOf({ lines, stacked }: ChartProps, points: Point[]): (number | null)[][] {
   const values = lines.map((line) => points.map(line.value));
   if (stacked)
@@ -175,7 +175,7 @@ const SPEEDS: Line[] = [
   { name: "written", colour: "speed-written", value: (each) => each.written },
 ];
 
-// Makes a line for every conversation.
+// Makes one line for each conversation.
 const linesOf = (
   conversations: Holder[],
   value: (of: Share) => number | null,
@@ -193,7 +193,7 @@ const linesOf = (
 function PoolCharts({ conversations, pool }: Picture): JSX.Element {
   const of = (value: (of: Share) => number | null, absent: number | null = null): Line[] =>
     linesOf(conversations, value, absent);
-  // Another conversation is another line: the figures are made anew.
+  // The key changes with the conversations, so that charts with other lines are made anew.
   const key = conversations.map((each) => `${each.id}-${colourOf(each.id)}`).join(" ");
   return (
     <>

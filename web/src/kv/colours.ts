@@ -2,7 +2,7 @@
 const COUNT = 8;
 const slots = new Map<string, number>();
 
-// Give those that are there a colour, and free the colours of those that are gone.
+// Give a colour to every present conversation, and free the colours of those that are gone.
 export function assignColours(ids: string[]): void {
   for (const id of slots.keys()) if (!ids.includes(id)) slots.delete(id);
   for (const id of ids) {
@@ -13,5 +13,5 @@ export function assignColours(ids: string[]): void {
   }
 }
 
-// Names a colour of the style sheet.
+// Returns the name of a conversation's colour in the style sheet.
 export const colourOf = (id: string): string => `holder-${slots.get(id) ?? 0}`;

@@ -1,16 +1,16 @@
-// Draws a map: a row for every KV head, a column for some positions of the text.
+// Draws a map: one row per KV head, and one column per range of positions.
 import { colour } from "../theme";
 import type { HeldMap } from "./stream";
 
-export const LEFT = 44; // Labels of the layers take so many pixels.
-export const STRIP = 40; // It shows how many heads hold a column.
+export const LEFT = 44; // width of the layers' labels in pixels
+export const STRIP = 40; // height in pixels of the strip that shows how many heads hold a column
 const GAP = 8;
 const AXIS = 20;
 const LEVELS = 32;
 
 export interface Layout {
   width: number;
-  height: number; // The strip is not counted.
+  height: number; // without the strip
 }
 
 export const layoutOf = (width: number, height: number): Layout => ({
@@ -31,7 +31,7 @@ const mix = (from: Rgb, to: Rgb, share: number): Rgb =>
 const packed = ([r, g, b]: Rgb): number =>
   (255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r);
 
-// Colours of every mixture of shares that are held and frozen, and of those that came back.
+// Holds the colours for all mixtures of held and frozen shares, and for restored entries.
 export class Palette {
   readonly mixtures = new Uint32Array(LEVELS * LEVELS);
   readonly restored = new Uint32Array(LEVELS);
@@ -51,7 +51,7 @@ export class Palette {
   }
 }
 
-// Draws the rows as an image of one pixel a cell.
+// Draws the map as an image with one pixel per cell.
 export function imageOf(map: HeldMap, palette: Palette): ImageData {
   const image = new ImageData(map.columns, map.rows);
   const pixels = new Uint32Array(image.data.buffer);
@@ -72,7 +72,7 @@ export class Heatmap {
 
   constructor(private readonly canvas: HTMLCanvasElement) {}
 
-  // The colours of the page have changed.
+  // Must be called when the colours of the page have changed.
   recolour(): void {
     this.palette = new Palette();
     if (this.map) this.show(this.map, this.layers);
@@ -134,7 +134,7 @@ export class Heatmap {
     });
   }
 
-  // Tells how much of every column is held and frozen, of all heads.
+  // Draws the strip: for every column, which share of all heads holds it, and which has frozen it.
   private drawStrip(context: CanvasRenderingContext2D, layout: Layout): void {
     const map = this.map!;
     const top = layout.height + GAP;

@@ -1,4 +1,5 @@
-// Shows the conversations of a pool: who has how much of it, what it costs them, and whose heads are shown.
+// Shows the conversations of a pool: how much each has of it, its costs, and which one's heads are
+// shown.
 import type { JSX } from "preact";
 import { useEffect, useState } from "preact/hooks";
 import { state } from "../conversations";
@@ -7,14 +8,16 @@ import { colourOf } from "./colours";
 import { type Holder, history, picture, type Share } from "./stream";
 import { bytes, count, duration, share, short } from "./units";
 
-const NUMBER = /^[0-9a-f]{8}-[0-9a-f-]{27}$/; // Other pages make such names.
+// a UUID, which web pages use as the name of a conversation
+const NUMBER = /^[0-9a-f]{8}-[0-9a-f-]{27}$/;
 
 function titleOf({ id, name }: Holder): string {
   const own = state.value.list.find((each) => each.id === name);
   return own?.title ?? (name === null || NUMBER.test(name) ? `Conversation ${id}` : name);
 }
 
-// Seconds since a picture came, each second: while nobody reads or writes, none comes.
+// Returns the seconds since the last picture, and updates them every second: no picture comes while
+// nobody reads or writes.
 function useAge(received: number): number {
   const [now, set] = useState(performance.now());
   useEffect(() => {
@@ -47,7 +50,7 @@ export function Holders({ shown, onChoose }: Props): JSX.Element {
   const { conversations, received } = useStore(picture)!;
   const age = useAge(received);
   const points = useStore(history);
-  useStore(state); // It has the titles.
+  useStore(state); // draws again when titles change
   const now = points.at(-1)?.of;
   return (
     <section class="holders" aria-label="Conversations in the pool">

@@ -1,4 +1,4 @@
-// Shows the map of what KV heads hold, which can be pointed at and looked at closely.
+// Shows the map of what KV heads hold; the user can point at positions, and zoom in.
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { Button } from "../icons";
@@ -164,7 +164,8 @@ export function MapView({ map, range, onRange, at, onPoint }: MapProps): JSX.Ele
   );
 }
 
-// Put an element over columns of the map; it stays there when the page gets another size.
+// Place an element over columns of the map, in fractions, so that it stays there when the size of
+// the page changes.
 function place(element: HTMLElement, column: number, columns: number, map: HeldMap): void {
   const of = (n: number): string => `(100% - ${LEFT}px) * ${n / map.columns}`;
   element.style.left = `calc(${LEFT}px + ${of(column)})`;

@@ -1,4 +1,4 @@
-// Shows the cache as it works: who holds what, what it costs, and how it changes.
+// Shows the cache while it works: who holds what, what it costs, and how it changes.
 import type { JSX } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useState } from "preact/hooks";
 import { connection } from "../api";
@@ -21,7 +21,7 @@ import {
 } from "./stream";
 import { ShadedText } from "./text";
 
-// True if the page can be seen: what nobody sees costs the server nothing.
+// Tells whether the page is visible; for a hidden page, the server need not send anything.
 function useVisible(): boolean {
   const [visible, set] = useState(!document.hidden);
   useEffect(() => {
@@ -32,8 +32,8 @@ function useVisible(): boolean {
   return visible;
 }
 
-// Returns the conversation whose heads are wanted: that which was chosen in the panel, else the one
-// of the chat beside it; null: whichever the server shows.
+// Returns the conversation whose heads are shown, and a function that chooses another. Without a
+// choice it is the conversation of the chat; null: the server chooses.
 function useWanted(conversations: Holder[]): [string | null, (id: string) => void] {
   const { chosen } = useStore(state);
   const [picked, setPicked] = useState<string | null>(null);
@@ -113,7 +113,7 @@ const whyUnseen = (holder: Holder): string =>
       "is read again."
     : "Looking at the cache…";
 
-// What others hold is not shown: only how much of the budget it takes.
+// Entries of other users are not shown, only their share of the budget.
 const whyNone = (now: Picture): string =>
   now.pool.used > 0 ? "Nothing of yours is in the cache." : "Nothing has been read yet.";
 

@@ -1,4 +1,4 @@
-// Shows what is known of the position that is pointed at.
+// Shows details of the position that the pointer is at.
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { useStore } from "../store";
@@ -6,7 +6,8 @@ import { about, type HeldMap, type HeldText, heldText } from "./stream";
 
 const POINTING_MS = 120;
 
-// Returns the text at a position, and asks again where the cache has changed, once at a time.
+// Returns the text at a position, and asks again when the cache has changed; only one request runs
+// at a time.
 function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | null {
   const [text, setText] = useState<HeldText | null>(null);
   const wanted = useRef({ at, id: map.id });
@@ -28,7 +29,7 @@ function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | 
   return text;
 }
 
-// Shows the token at the position that is pointed at, and how many heads hold it.
+// Shows the token at the pointer, and how many heads hold it.
 interface Props {
   map: HeldMap;
   at: number | null;

@@ -4,21 +4,21 @@ import { state } from "../conversations";
 import { withModel } from "../models";
 import { Store } from "../store";
 
-// So much time passes between two requests: a server that refuses is not asked all the time.
+// The least time between two requests, so that a server that refuses is not asked all the time.
 const REQUEST_MS = 2000;
 const MOST_POINTS = 1200;
-// Work that took less time has no speed: the first token of an answer costs nothing but its
+// No speed is given for shorter work: the first token of an answer, for example, costs nothing but
 // sampling.
 const LEAST_SECONDS = 0.02;
-// Speeds of conversations are measured over so many seconds: there are few tokens between two
+// The time over which speeds of conversations are measured, because few tokens lie between two
 // pictures.
 const SPEED_SECONDS = 1.5;
-// Pictures come only while something changes: without one for so long, and for several times as long
-// as from one to the next before, nothing happened. (Large pictures are rare.) A conversation that is
-// active works all the same: one step of a large model takes longer.
+// Pictures come only while something changes. A conversation rests if none came for REST_SECONDS,
+// and for REST_TIMES the usual time between two pictures, since large pictures are rare. An active
+// conversation never rests, because one step of a large model may take longer.
 const REST_SECONDS = 3;
 const REST_TIMES = 4;
-// The server looks for changes again after so many seconds.
+// How often the server looks for changes, in seconds.
 const LOOK_SECONDS = 0.25;
 
 export interface About {
@@ -31,26 +31,26 @@ export interface About {
   n_ctx: number;
   // True if several conversations share a pool.
   shared: boolean;
-  // True if the server shows what texts say.
+  // True if the server lets the page see the text of conversations.
   text: boolean;
-  // Every layer has so many KV heads.
+  // The number of KV heads of every layer.
   layers: number[];
 }
 
-// Describes a conversation, and what it has of the pool.
+// Describes a conversation, and its share of the pool.
 export interface Holder {
   id: string;
-  // Its client calls it so: conversations of this page have their own id, documents their name.
+  // The client's name for it: a conversation of this page has its own id, a document its name.
   name: string | null;
-  // True if it is a document, of which conversations have copies.
+  // True for a document, which conversations copy.
   document: boolean;
   position: number;
   state: "active" | "idle" | "swapped_out" | "waiting";
   idle_seconds: number;
-  // Entries that left for the sake of others.
+  // Entries that it lost so that others get pages.
   given_up: number;
   swapped_out: boolean;
-  // So many bytes of the conversation are kept outside of the pool.
+  // Bytes of the conversation that are stored outside of the pool.
   swapped_bytes: number;
   entries: number;
   entries_full: number;
@@ -61,7 +61,7 @@ export interface Holder {
   frozen_bytes: number;
   prompt_tokens: number;
   generated_tokens: number;
-  // Tokens that were guessed ahead, how many of them were right, and the steps that wrote.
+  // Tokens that were drafted, how many of these were accepted, and the steps that generated tokens.
   drafted_tokens: number;
   accepted_drafts: number;
   draft_steps: number;
@@ -81,7 +81,8 @@ interface Shape {
   columns: number;
 }
 
-// Describes what the heads of a conversation hold: planes have [row][column], in 255ths of positions.
+// Describes what the heads of a conversation hold: planes are [row][column], in 255ths of a
+// column's positions.
 export interface HeldMap extends Shape {
   position: number;
   held: Uint8Array;
@@ -106,19 +107,19 @@ interface Sent {
 }
 
 export interface Picture extends Omit<Sent, "map"> {
-  // The picture came then, by the clock of this page, in milliseconds.
+  // When the picture came, in milliseconds of performance.now().
   received: number;
-  // null: what is looked at is swapped out, or nothing has been read yet.
+  // null: the conversation shown is swapped out, or nothing has been read yet.
   map: HeldMap | null;
 }
 
-// Positions that are looked at; last null: as far as the text goes.
+// The positions that are shown; `last` null: up to the end of the text.
 export interface Range {
   first: number;
   last: number | null;
 }
 
-// Describes one conversation at a moment; speeds are in tokens of a second.
+// Describes one conversation at one time; speeds are in tokens per second.
 export interface Share {
   bytes: number;
   givenUp: number;
@@ -130,7 +131,7 @@ export interface Share {
 
 export interface Point {
   time: number;
-  // It is true at the end of a time in which nothing happened.
+  // True at the end of a time in which nothing happened.
   rests: boolean;
   held: number;
   frozen: number;
@@ -148,7 +149,8 @@ export const history = new Store<Point[]>([]);
 // Why there is no picture.
 export const absence = new Store<"unknown" | "unloaded">("unknown");
 
-// Names the chat beside the cache: of several replicas, the one that has the chat answers.
+// Names the chat beside the cache, so that among several replicas the one that has this chat
+// answers.
 const named = (): Record<string, string> => ({ "x-session-id": state.value.chosen });
 
 async function inflated(base64: string): Promise<Uint8Array> {
@@ -169,8 +171,9 @@ async function mapOf(sent: Sent): Promise<HeldMap | null> {
   return { ...shape, position, held: plane(0), frozen: plane(1), restored: plane(2) };
 }
 
-// Look until `signal` ends it, at one conversation or the latest. A stream that has ended is asked for
-// again: replicas end each after a few seconds, and the next one must follow without a gap.
+// Receive pictures of one conversation, or of the latest one, until `signal` is aborted. A stream
+// that ended is requested again: each replica ends its streams after a few seconds, and the next
+// one must follow without a gap.
 export async function watch(
   conversation: string | null,
   range: Range,
@@ -195,19 +198,20 @@ export async function watch(
       }
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof ApiError && error.status === 401) return; // A key begins anew.
+      // watch() is called again with a new key
+      if (error instanceof ApiError && error.status === 401) return;
       if (error instanceof ApiError && error.status === 400) forget("unloaded");
     }
     await until(begun + REQUEST_MS, signal);
   }
 }
 
-// True if several conversations share the pool at the moment. A document and the only conversation
-// about it count as one.
+// Tells whether several conversations share the pool at present. A document and the only
+// conversation about it count as one.
 export const hasSeveral = ({ shared }: About, { conversations, pool }: Picture): boolean =>
   shared && (pool.others || conversations.filter((each) => !each.document).length > 1);
 
-// Show nothing of a model that is not in memory, or that is no longer looked at.
+// Remove all figures, because the model is not in memory, or is not shown any more.
 export function forget(why: "unknown" | "unloaded"): void {
   absence.set(why);
   about.set(null);
@@ -216,8 +220,8 @@ export function forget(why: "unknown" | "unloaded"): void {
   noted = null;
 }
 
-// Shows the newest picture that has come, and has a point of the history for each: a page that is
-// slower than its server would otherwise fall behind by more and more.
+// Shows the newest picture, and adds each one to the history: a page that is slower than its server
+// would otherwise fall further and further behind.
 class Newest {
   private waiting: Sent | null = null;
   private shows = false;
@@ -243,7 +247,7 @@ class Newest {
   }
 }
 
-// The last point of the history was made of this.
+// What the last point of the history was made from.
 let noted: Sent | null = null;
 
 function note(now: Sent): void {
@@ -251,7 +255,7 @@ function note(now: Sent): void {
   const [last, lastButOne] = [points.at(-1), points.at(-2)];
   const usual = last && lastButOne ? last.time - lastButOne.time : 0;
   const works = noted?.conversations.some((each) => each.state === "active") ?? false;
-  // While nothing happens, the number of held entries stays, and there are no speeds.
+  // While nothing happens, the number of held entries stays the same, and there are no speeds.
   if (last && !works && now.time - last.time > Math.max(REST_SECONDS, REST_TIMES * usual))
     points.push(restOf(last, now.time - LOOK_SECONDS));
   history.set([...points, pointOf(now, noted, points)]);
@@ -271,8 +275,8 @@ const restOf = (last: Point, time: number): Point => ({
 
 type Count = Exclude<keyof Holder, "id" | "name" | "document" | "state" | "swapped_out">;
 
-// Tells what happened since the last of the `points`; speeds are given only where something was
-// read or written.
+// Returns what happened since the last of the `points`; speeds are given only if something was read
+// or written.
 function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
   const former = new Map(before?.conversations.map((each) => [each.id, each]));
   const of = (each: Holder, name: Count): number =>
@@ -284,7 +288,7 @@ function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
     const time = more(during);
     return before && time > LEAST_SECONDS && more(tokens) > 0 ? more(tokens) / time : null;
   };
-  // The server counts no prompt while it reads a document.
+  // While the server reads a document, its count of prompt tokens does not grow.
   const ofDocuments = now.conversations
     .filter((each) => each.document)
     .reduce((sum, each) => sum + of(each, "position"), 0);
@@ -306,7 +310,7 @@ function pointOf(now: Sent, before: Sent | null, points: Point[]): Point {
 function shareOf(holder: Holder, time: number, points: Point[]): Share {
   const then = points.findLast((point) => point.rests || point.time <= time - SPEED_SECONDS);
   const former = then?.of.get(holder.id);
-  // A conversation that was not there yet had read and written nothing.
+  // A new conversation starts from zero.
   const rate = (now: number, before = 0): number =>
     then ? Math.max(0, now - before) / (time - then.time) : 0;
   const prompt = holder.document ? holder.position : holder.prompt_tokens;
@@ -320,7 +324,7 @@ function shareOf(holder: Holder, time: number, points: Point[]): Share {
   };
 }
 
-// Wait for a time, of performance.now(), and then until the server can be asked.
+// Wait until performance.now() reaches `time`, and then until the server can be reached.
 function until(time: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     let timer = 0;

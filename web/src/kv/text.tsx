@@ -1,4 +1,4 @@
-// Shows the text of a conversation, every token shaded by how many KV heads hold it.
+// Shows the text of a conversation; the more KV heads hold a token, the stronger is its shade.
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useStore } from "../store";
@@ -10,7 +10,7 @@ const PAUSE_MS = 1000;
 
 interface Props {
   conversation: string;
-  // This position is pointed at; null: follow the end of the text.
+  // The position that the user points at; null: follow the end of the text.
   at: number | null;
   onPoint: (position: number | null) => void;
 }
@@ -52,7 +52,8 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
     if (element && token) element.scrollTop = token.offsetTop - element.clientHeight / 2;
     else if (element && first === null) element.scrollTop = element.scrollHeight;
   }, [at, text]);
-  // A thousand tokens are drawn again only where they, or who holds them, have changed.
+  // Drawing a thousand tokens is slow, so it is repeated only if they, or their holders, have
+  // changed.
   const spans = useMemo(
     () =>
       text?.texts.map((each, i) => (
