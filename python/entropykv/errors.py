@@ -11,7 +11,7 @@ class EntropyKVError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        """Take the message, in one line."""
+        """Store the message, escaped to a single line."""
         shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in message)
         super().__init__("".join(shown))
 
@@ -80,7 +80,7 @@ class ContextError(EntropyKVError, ValueError):
     def __init__(
         self, message: str, *, n_tokens: int | None = None, n_ctx: int | None = None
     ) -> None:
-        """Take a sentence."""
+        """Store the message, and the two numbers of tokens if they are known."""
         super().__init__(message)
         self.n_tokens, self.n_ctx = n_tokens, n_ctx
 

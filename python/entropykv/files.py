@@ -134,7 +134,7 @@ def read_standard_input() -> str:
 
 
 class NotRegularError(OSError):
-    """Says that a path names a folder, a pipe or a device, where a file is needed."""
+    """Raised for a path to a folder, a pipe or a device where a regular file is needed."""
 
 
 @contextmanager

@@ -208,7 +208,9 @@ def _table(figures: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
 
 
 def going(way: str) -> WayComparison:
-    """Return a comparison without figures that makes policy auto use a profile in this way."""
+    """Return a comparison without figures, whose best way is this one, so that policy auto takes
+    it.
+    """
     return WayComparison((), 0, (), (), way)
 
 

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser.parse_args(given)
         with orderly_termination():
             code: int = options.command(options)
-        sys.stdout.flush()  # What cannot be written is said here, and not by Python at its end.
+        # Errors of writing are reported here; at the exit of Python, they would be a traceback.
+        sys.stdout.flush()
     except EntropyKVError as error:
         say(str(error))
         return EXIT_BAD_INPUT

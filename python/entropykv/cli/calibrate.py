@@ -99,7 +99,7 @@ def add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def add_calibration_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of which texts are read to calibrate, and how."""
+    """Add the options that say which texts are read for calibration, and how."""
     group = parser.add_argument_group("texts")
     group.add_argument(
         "--text",

@@ -95,7 +95,7 @@ class Conversation:
             answer.interrupted = True
             return answer
         except EntropyKVError:
-            self.files = []  # Every further turn would fail as well.
+            self.files = []  # With these images, every further turn would fail as well.
             raise
         thought = prompt.thought
         place = start + len(prompt.tokens) - (0 if thought is None else thought.n_left_out)

@@ -36,7 +36,7 @@ from entropykv.settings.options import KV_TYPES
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add options of how the model is run and what is frozen; open_engine() reads them."""
+    """Add the options that say how the model runs and what is frozen; open_engine() reads them."""
     add_freeze_options(parser)
     add_recovery_options(parser)
     add_learn_option(parser.add_argument_group("profile"))

@@ -66,7 +66,7 @@ _DEFAULTS = EvalRequest
 
 
 def add_eval_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of what is compared, on which texts, and by which measures."""
+    """Add the options that say what is compared, on which texts, and by which measures."""
     _add_combination_options(parser)
     _add_text_options(parser)
     _add_passkey_options(parser)

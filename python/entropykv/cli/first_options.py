@@ -1,5 +1,5 @@
-"""Say what --help shows of commands whose modules take long to load: it loads neither llama.cpp nor
-numpy. The options are declared elsewhere; settings/flags.py has those of these modules.
+"""Define what --help shows for commands whose modules take long to load, without loading llama.cpp
+or numpy. The options are declared elsewhere; settings/flags.py has those of these modules.
 """
 
 from __future__ import annotations

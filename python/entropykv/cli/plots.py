@@ -1,4 +1,4 @@
-"""Write figures to the file that --plot names."""
+"""Draw figures into the file that --plot names."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class DocumentTask:
 
 @dataclass(frozen=True)
 class DocumentRead:
-    """Say what reading a file gave."""
+    """Describe the result of reading a file."""
 
     n_tokens: int
     n_bytes: int

@@ -174,8 +174,9 @@ _TAKEN = {
     "kv_type": "kv_type",
     "store": "store",
 }
-"""The options that have the document's values where the user gives none, but for a headwise store:
-its documents are those of the device store, too, and where layers are says which one is better.
+"""The options that get the document's values unless the user gives them. A headwise store is not
+taken from the document: the device store can read the same file, and where the layers are
+decides which of the two is better.
 """
 
 

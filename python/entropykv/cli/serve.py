@@ -392,7 +392,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _spelt(name: str) -> str:
-    """Return an option as a command line has it."""
+    """Return the spelling of an option on the command line."""
     return f"--{name.replace('_', '-')}"
 
 

@@ -46,7 +46,7 @@ class Constraint:
     before: Callable[[TokenOf], str] | None = None
     """Returns what stands before the text, in Lark: see behind()."""
     root: str = "root"
-    """The rule of GBNF that is the text."""
+    """The rule of a GBNF grammar that describes the whole text."""
 
     @classmethod
     def json_schema(cls, schema: Any) -> Constraint:
@@ -84,8 +84,8 @@ class Constraint:
 
     @classmethod
     def gbnf(cls, grammar: str, root: str = "root") -> Constraint:
-        """Allow the texts of a grammar as llama.cpp has them (GBNF); `root`: the rule that is the
-        text.
+        """Allow the texts of a grammar in llama.cpp's format (GBNF); `root`: the rule that
+        describes the whole text.
 
         Raises SettingsError for more than MOST_TEXT characters, and for a null character.
         """
@@ -113,8 +113,8 @@ class Constraint:
         return dataclasses.replace(self, before=None)
 
     def compiled(self, token_of: TokenOf, ends: Sequence[int] = ()) -> str:
-        """Return the constraint as llguidance reads it, in JSON; raises SettingsError for GBNF that
-        is no grammar.
+        """Return the constraint as llguidance reads it, in JSON; raises SettingsError for text that
+        is not a GBNF grammar.
 
         `ends`: the tokens that end a text.
         """

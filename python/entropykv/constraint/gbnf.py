@@ -1,4 +1,4 @@
-"""Read grammars as llama.cpp has them (GBNF)."""
+"""Read grammars in llama.cpp's format (GBNF)."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ EMPTY = Sequence(())
 
 
 def read_gbnf(text: str, root: str, token_of: Callable[[str], int | None]) -> dict[str, Part]:
-    """Return the rules of a grammar; raises SettingsError, with the line, for what is no grammar.
+    """Return the rules of a grammar; raises SettingsError, naming the line, for text that is not
+    one.
 
     `token_of` returns the token that a text such as <think> is; None if it is not exactly one.
     """

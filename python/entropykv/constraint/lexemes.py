@@ -45,7 +45,8 @@ _MOST_STEPS = 300_000
 def lark_of(
     text: str, root: str, token_of: Callable[[str], int | None], ends: Iterable[int] = ()
 ) -> str:
-    """Return a grammar (GBNF) in llguidance's Lark; raises SettingsError for what is no grammar.
+    """Return a GBNF grammar in llguidance's Lark; raises SettingsError for text that is not a
+    grammar.
 
     `ends`: the tokens that end a text; where the grammar allows every token but one (!<token>), it
     does not allow these.

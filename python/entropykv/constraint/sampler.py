@@ -31,8 +31,8 @@ LIMITS_OF_GRAMMARS = {
 }
 """llguidance's limits of what a constraint may cost, at every token and in memory.
 
-An item is a way in which the text may be meant. What an ambiguous grammar costs grows with the
-square of their number: 500 items take 20 ms at one token, and 2,000 would take 300 ms.
+An item is one way to parse the text so far. What an ambiguous grammar costs grows with the square
+of their number: 500 items take 20 ms at one token, and 2,000 would take 300 ms.
 """
 LIMITS_OF_SCHEMAS = {**LIMITS_OF_GRAMMARS, "max_items_in_row": 1_200, "step_max_items": 50_000}
 """The limits of JSON schemas, which allow more items, because an object has four items for every

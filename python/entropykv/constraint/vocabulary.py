@@ -17,7 +17,7 @@ _LONGEST = 1 << 14
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """Hold the texts of a vocabulary's tokens as llguidance has them."""
+    """Hold the texts of a vocabulary's tokens in the form that llguidance needs."""
 
     tokenizer: LLTokenizer
     token_of: Callable[[str], int | None]

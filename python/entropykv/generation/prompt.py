@@ -24,7 +24,7 @@ class PromptThought:
     opened: bool
     """Whether the prompt ends within the thought, because the template has begun it."""
     n_left_out: int
-    """How many tokens at the end of the prompt later turns of the conversation lack."""
+    """How many tokens at the end of the prompt are missing in later turns of the conversation."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,9 @@ def thought_of(
 
 
 def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
-    """Return how many tokens at the end of a prompt later turns of the conversation lack."""
+    """Return how many tokens at the end of a prompt are missing in later turns of the
+    conversation.
+    """
     opening, text, count = frame.opening.encode(), b"", 0
     while len(text) < len(opening) and count < len(tokens):
         count += 1

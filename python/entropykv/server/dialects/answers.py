@@ -21,7 +21,7 @@ from entropykv.thinking.tags import ThoughtFormat
 
 Chunk = dict[str, Any]
 FINGERPRINT = f"build-{_version.VERSION}"
-"""Names what answers, as OpenAI's answers do; llama-server's begins with the same letter."""
+"""The value of `system_fingerprint` in answers, which begins like llama-server's."""
 
 
 class Writer(Protocol):

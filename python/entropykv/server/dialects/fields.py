@@ -331,19 +331,21 @@ class OtherFields:
 
 _WITHOUT_EFFECT = frozenset(
     (
-        # OpenAI and Anthropic have these: who asks, what is kept or charged, how fast it goes.
+        # OpenAI's and Anthropic's fields for who asks, what is kept or charged, and how fast it
+        # goes.
         *("cache_control", "client_metadata", "include", "inference_geo", "metadata", "prediction"),
         *("prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
         *("store", "user"),
-        # llama-server's page sends these, and clients of vLLM.
+        # Fields that llama-server's page and clients of vLLM send.
         *("api_key", "priority", "spaces_between_special_tokens"),
-        # Ollama has these, and Open WebUI sends them to others: how a model is loaded, how long.
+        # Ollama's fields for how and how long a model is loaded; Open WebUI sends them to all
+        # servers.
         *("keep_alive", "num_batch", "num_ctx", "num_gpu", "num_keep", "num_thread"),
         *("use_mlock", "use_mmap"),
     )
 )
 _REFUSED: dict[str, Refusal] = {
-    # llama-server has these.
+    # Fields of llama-server.
     "min_keep": (_is_off, "samplers keep at least one token; leave it out"),
     "adaptive_target": (lambda value: not _is_number(value) or value < 0, "use temperature"),
     "post_sampling_probs": (_is_off, "probabilities are those before sampling; leave it out"),
@@ -354,15 +356,15 @@ _REFUSED: dict[str, Refusal] = {
     "grammar_lazy": (_is_off, "a grammar describes all of the answer; leave it out"),
     "t_max_predict_ms": (_is_off, "limit the tokens (n_predict), or close the connection"),
     "n_indent": (_is_off, "ask for indentation by a grammar"),
-    # OpenAI has these.
+    # Fields of OpenAI's API.
     "truncation": (lambda value: value == "disabled", "a text that is too long is refused"),
     "web_search_options": (_is_off, "nothing is searched here; give a tool"),
-    # OpenRouter's, as LibreChat sends it.
+    # A field of OpenRouter that LibreChat sends.
     "include_reasoning": (_is_true, "thoughts have a field of their own; read the other one"),
-    # Ollama has these.
+    # Fields of Ollama.
     "shift": (_is_off, "an answer ends where the context does"),
     "truncate": (_is_off, "a text that is too long is refused"),
-    # vLLM and SGLang have these.
+    # Fields of vLLM and SGLang.
     "length_penalty": (lambda value: value == 1, "answers are not searched by beams; leave it out"),
     "skip_special_tokens": (_is_true, "control tokens are not shown; leave it out"),
     "stop_token_ids": (_is_off, "give texts as stop"),

@@ -292,7 +292,8 @@ def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
     if not images:
         return text
-    urls = [f"data:image/png;base64,{image}" for image in images]  # The file says what it is.
+    # The type is not used: the bytes of the file tell.
+    urls = [f"data:image/png;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]
 

@@ -68,7 +68,7 @@ def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await answer(request, body)
 
-    # Without /v1, llama-server's clients send the same.
+    # Clients of llama-server send the same requests to paths without /v1.
     @router.post("/v1/chat/completions", response_model=None, responses=_ANSWERS)
     @router.post("/chat/completions", response_model=None, include_in_schema=False)
     async def chat_completions(request: Request, body: ChatRequest) -> Response:

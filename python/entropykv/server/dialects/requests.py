@@ -398,7 +398,7 @@ def sampling_of(
         for name in names
     }
     values["seed"] = seed_of(values.get("seed"), request._choice)
-    if "mirostat" not in request.model_fields_set:  # Others name it mirostat_mode.
+    if "mirostat" not in request.model_fields_set:  # Only llama-server calls it `mirostat`.
         values["mirostat"] = given(request, model, "mirostat_mode")
     if constraint is not None and request.min_tokens > 0:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Know the documents of a server: their files, what is being read, and which are in use.
+"""Keep track of the documents of a server: their files, what is being read, and which are in use.
 
 A document is a file NAME.kv that session/document.py has written, in a folder of its user below the
 directory of --documents; with several models, each has a folder with those of its users. Several
@@ -288,7 +288,7 @@ class DocumentLibrary:
                 document = DocumentId(model, user, name)
                 path = self.path(document)
                 if not (partial_of(path).exists() or text_file_of(path).exists()):
-                    continue  # No header need be read.
+                    continue  # Nothing was interrupted, so the header need not be read.
                 status = self.status(document)
                 if status is not None and status["status"] == "interrupted":
                     reading = self.resumed(document)

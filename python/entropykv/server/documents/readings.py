@@ -134,7 +134,7 @@ def _locked(path: Path) -> int:
     try:
         if lock_patiently(descriptor):
             return descriptor
-    except OSError:  # A file system without locks has one server.
+    except OSError:  # Without locks in the file system, only one server can use the directory.
         return descriptor
     os.close(descriptor)
     return -1
@@ -268,7 +268,8 @@ class Readings:
                     f"{MOST_READINGS} documents are being read or wait for it; try again later",
                     retry_after=30,
                 )
-            self._of.pop(path, None)  # Otherwise it would stay where the failed one was.
+            # Without this, the reading would take the place of the failed one.
+            self._of.pop(path, None)
             self._of[path] = reading
         return True
 

@@ -84,5 +84,6 @@ def _stored(address: str, name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(EntropyKVError):  # A mark that stays is a few bytes.
+        # A mark that cannot be removed takes only a few bytes.
+        with contextlib.suppress(EntropyKVError):
             storage.remove(name)

@@ -1,1 +1,1 @@
-"""Know, load and unload the models of a server."""
+"""List, load and unload the models of a server."""

@@ -144,7 +144,7 @@ def _models_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
             continue
         try:
             within = list(_files_of(sorted(folder.iterdir())))
-        except OSError:  # lost+found has no access, for example.
+        except OSError:  # Only root can read lost+found, for example.
             continue
         for name, path in within:
             yield folder.name if len(within) == 1 else f"{folder.name}/{name}", path

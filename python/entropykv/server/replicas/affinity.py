@@ -144,7 +144,7 @@ class Holders:
     """
 
     def __init__(self, slack: int) -> None:
-        """Know of nothing yet."""
+        """Start without knowing what any replica holds."""
         self._slack = slack
         self._of: OrderedDict[str, list[str]] = OrderedDict()
         """The replicas of every key, the latest first."""
