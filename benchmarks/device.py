@@ -258,7 +258,7 @@ def compare(path: Path, options: argparse.Namespace, length: int) -> None:
 
 
 def main() -> None:
-    """Run the benchmark."""
+    """Measure prompts of every length, and print a row for each policy."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model")
     parser.add_argument("--shape", choices=SHAPES)

@@ -143,7 +143,9 @@ def opened(path: Path, options: argparse.Namespace, **store: Any) -> Any:
 
 
 def main() -> None:
-    """Run the benchmark."""
+    """Measure llama.cpp's own cache and every policy, and print rows for a micro-batch and for a
+    token.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")

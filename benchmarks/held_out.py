@@ -59,7 +59,9 @@ def compare(
 
 
 def main() -> None:
-    """Print the table."""
+    """Print what a model loses with each of the ways, and how much better each is than no
+    profile.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("profile")

@@ -56,7 +56,7 @@ def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: flo
 
 
 def main() -> None:
-    """Print the table of results."""
+    """Print a table row for each type and budget of the cache."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=6144)

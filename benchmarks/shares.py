@@ -124,7 +124,7 @@ def run(options: argparse.Namespace, name: str, conversations: list[Conversation
 
 
 def main() -> None:
-    """Run all cases."""
+    """Run the cases that --case names, and print their figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-m", "--model", default=str(shipped.smollm2().path))
     parser.add_argument("--policy", default="adaptive")

@@ -66,7 +66,7 @@ public:
         task_.state = {max_, sum_, weighted_, output_.data()};
     }
 
-    // Returns the nanoseconds of one query row and one entry.
+    // Returns the nanoseconds for one query row and one entry.
     double attend(bool keep) {
         task_.kept = keep ? kept_.data() : nullptr;
         return fastest([&] {

@@ -10,7 +10,7 @@
 
 namespace entropykv {
 
-// Says how K and V of frozen entries are kept: as the store has them, or narrower.
+// Says how K and V of frozen entries are kept: as they are in the store, or narrower.
 enum class ColdType { as_stored, q8_0, q4_0 };
 
 // Returns the type named "as stored", "q8_0" or "q4_0". Throws std::invalid_argument for other

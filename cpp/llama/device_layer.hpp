@@ -69,7 +69,7 @@ struct DeviceHead {
     int first_position = 0;        // in the layer's positions, where heads begin at whole steps
     std::vector<float> positions;  // of the rows; kFreeRow: the row holds nothing
     int count = 0;                 // entries, in the first rows
-    int staged = 0;                // tokens of the micro-batch that is read, behind them
+    int staged = 0;                // tokens of the current micro-batch, behind the entries
     std::vector<int> changed;      // rows whose positions the device does not know
     std::vector<RowMove> moves;    // the moves that are due; no row is both a source and a target
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order

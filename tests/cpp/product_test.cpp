@@ -154,7 +154,8 @@ bool all_done(const std::function<bool()>& done) {
     return done();
 }
 
-// Nobody waits for a helper, so that otherwise timing would decide which of these paths run.
+// In normal use, timing decides which of these paths run, because nobody waits for a helper. This
+// test makes every path run.
 void test_what_helpers_finish_is_copied() {
     std::mt19937 random(10);
     const Problem problem(block_formats().front(), {200, 512, 300}, random);

@@ -72,7 +72,7 @@ def architecture_model(description: Architecture, folder: Path) -> FuzzModel:
 
 
 def llama_model(folder: Path, **shape: Any) -> FuzzModel:
-    """Write a llama with the given arguments of write_llama()."""
+    """Return a model of llama's architecture, written with these arguments of write_llama()."""
     name = "llama-" + "-".join(f"{key}.{value}" for key, value in sorted(shape.items()))
     path = _written(folder, name, lambda part: write_llama(part, **shape))
     plain = "rope" not in shape and shape.get("architecture", "llama") == "llama"

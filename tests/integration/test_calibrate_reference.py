@@ -37,7 +37,7 @@ def hf_llama(path: Path, directory: Path) -> Path:
     model = transformers.LlamaForCausalLM(config).float()
 
     def halves(weight: Any, n_head: int) -> Any:
-        """Reorder rows: pairs of neighbours, as GGUF has them, become the first and second half."""
+        """Reorder rows: pairs of neighbours, as in GGUF, become the first and second half."""
         return weight.reshape(n_head, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
     state = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}

@@ -463,7 +463,7 @@ def test_a_smaller_budget_evicts_what_a_file_holds_too_much(llama: Path) -> None
         session.files.load_state(cpu.files.save_state())
         assert all(n <= 120 for heads in _counts(session) for n in heads)
         assert np.isfinite(session.decode(tokens_for(60, seed=8))).all()
-    # This store has no rows for so many entries, so they are evicted before they reach the device.
+    # This store has no rows for them, so these entries are evicted before they reach the device.
     with (
         on_cpu(llama, kv_budget=300) as cpu,
         on_device(llama, kv_budget=40) as session,

@@ -161,7 +161,7 @@ class Layer:
             np.testing.assert_allclose(importance, expected, self.importance_rtol, atol)
 
     def check(self, batches: Sequence[int], **options: Any) -> None:
-        """Read several random micro-batches one after another."""
+        """Read several random micro-batches, and compare the output of each with the reference."""
         for n_tokens in batches:
             layer_options = Options(self.k_dim**-0.5, **options)
             output, expected = self.read(n_tokens, options=layer_options)

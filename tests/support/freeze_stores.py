@@ -97,7 +97,7 @@ class Pair(WithOracle):
         self.check()
 
     def check(self) -> None:
-        """Check what must hold after every operation, against the oracles."""
+        """Compare the store with its oracles; called after every operation."""
         for key, oracle in self.heads.items():
             np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
             frozen = self.store.frozen_positions(*key)

@@ -12,7 +12,7 @@ each_policy = pytest.mark.parametrize("policy", ONLINE)
 
 
 def check(session: Session) -> None:
-    """Check what must hold for a session at any time."""
+    """Assert that a session keeps its budgets, its figures and the rules of its policy."""
     stats = session.stats()
     assert stats.kv_bytes_now <= stats.kv_bytes_peak
     assert stats.kv_bytes_now <= stats.kv_bytes_budget

@@ -94,5 +94,5 @@ class WithOracle:
         self.check()
 
     def check(self) -> None:
-        """Check what must hold after every operation."""
+        """Compare the store with its oracles; called after every operation."""
         raise NotImplementedError

@@ -158,7 +158,7 @@ def test_texts_that_wait_are_counted_by_the_limit_of_documents(tmp_path: Path) -
     folder.make_room_for_text(tmp_path / "c.kv", 1000)
     assert len(list(tmp_path.glob("*.kv"))) == 2
     (tmp_path / "c.kv.text").write_bytes(b"x" * 1000)
-    # This text replaces the file of the same document.
+    # The waiting text of c.kv does not count, because this one replaces it.
     folder.make_room_for_text(tmp_path / "c.kv", 1000)
     assert len(list(tmp_path.glob("*.kv"))) == 2
     folder.make_room_for_text(tmp_path / "d.kv", 1000)

@@ -42,8 +42,8 @@ class Machine:
         return alone * way.threads / (way.threads + spare * (way.helpers > 0) + HELP * way.helpers)
 
     def free(self, threads: int) -> bool:
-        """Tell whether each of so many threads would have a core; with `waiting` 1, others give way
-        to them.
+        """Tell whether each of `threads` threads would have a core; with `waiting` 1, others give
+        way to them.
         """
         return threads + self.others <= self.cores or self.waiting == 1.0
 

@@ -1,4 +1,4 @@
-// Chooses the colours: light, dark, or as the system has it.
+// Chooses the colours: light, dark, or those of the system.
 import { Store } from "./store";
 
 const PLACE = "entropykv.theme";

@@ -44,7 +44,9 @@ PASSAGE = 1024
 LEAST_PASSAGE = 256
 """The shortest passage in tokens; nearly all of a shorter one is protected entries."""
 LESSON = 512
-"""The length of a text in tokens, at most, that teaches the model what it has without a profile."""
+"""The most tokens of a text from which the model learns the predictor that it has without a
+profile.
+"""
 LEAST_HELD_BACK = LEAST_PASSAGE + LEAST_PASSAGE // 7 + 1
 """The shortest text in tokens that has a passage of LEAST_PASSAGE, and goes on for an eighth of its
 own length.

@@ -118,7 +118,9 @@ _MOST_FRAMES = 64
 
 
 class ChatTemplate:
-    """Hold a template: Jinja text, as model files have it, or the name of one of llama.cpp's."""
+    """Hold a template: Jinja text from a model file, or the name of one of llama.cpp's
+    templates.
+    """
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ class Conversation:
             self._forget_thought(place, answer)
 
     def _forget_thought(self, place: int, answer: Answer) -> None:
-        """Read the answer as later turns have it, from before what was thought."""
+        """Go back to before the thought, and read the answer in the form that later turns have."""
         session, frame = self.session, self.session.model.answer_frame
         if frame == AnswerFrame() and answer.n_thought == 0:
             read_rest(session, answer.unread or [])

@@ -147,8 +147,8 @@ class Constraint:
 
 
 def is_lark(grammar: str) -> bool:
-    """Tell whether a grammar is Lark and not GBNF: it has a line that begins with %llguidance, as
-    llama.cpp has it, or with the rule `start`, as vLLM has it.
+    """Tell whether a grammar is Lark and not GBNF: a line begins with %llguidance, as in llama.cpp,
+    or with the rule `start`, as in vLLM.
     """
     return _LARK.search(grammar) is not None
 

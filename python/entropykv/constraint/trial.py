@@ -52,7 +52,7 @@ class Trials:
     """Try constraints, and remember those that were cheap enough."""
 
     def __init__(self) -> None:
-        """Begin without a constraint that was tried."""
+        """Start with no constraint tried yet."""
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
 

@@ -46,7 +46,9 @@ class ControlNames:
     """Hold the names of a vocabulary's control tokens, and find them in texts."""
 
     def __init__(self, attributes: Iterable[tuple[str, int]]) -> None:
-        """Use all tokens that are control tokens among these texts and attributes."""
+        """Use the control tokens among `attributes`: pairs of a token's text and llama.cpp's
+        attributes of it.
+        """
         # A name of one character has no place for a mark.
         self._kinds = {name: kind for name, kind in attributes if kind & _NAMED and len(name) > 1}
         self._pattern = re.compile(_any_of(sorted(self._kinds)) if self._kinds else r"(?!)")

@@ -160,7 +160,7 @@ def check_prefix(path: Path) -> int:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Hold the type of a tensor, its shape as GGUF has it (values of a row first), and its offset
+    """Hold the type of a tensor, its shape in GGUF's order (values of a row first), and its offset
     and size in bytes in the file.
     """
 
@@ -311,8 +311,8 @@ class HeaderReader(GGUFReader):
 
 
 def text_value(reader: HeaderReader, key: str) -> str | None:
-    """Return the text under a key, or None if the key is missing; raises ValueError if it is no
-    text.
+    """Return the text under a key, or None if the key is missing; raises ValueError if the value is
+    not text.
     """
     field = reader.get_field(key)
     if field is None:

@@ -79,7 +79,7 @@ def _in_folder(folder: Path) -> list[Path]:
 
 def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
     """Return the profile at `path` if it is of the weights of `own`; None for a profile of other
-    weights, and for a file that is no profile.
+    weights, and for a file that is not a profile.
     """
     try:
         profile = EntropyProfile.load(path)

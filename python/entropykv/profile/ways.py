@@ -38,7 +38,9 @@ WAYS = (
 """The ways in which policy auto can use a profile, the simplest first."""
 
 SURE = 1.64
-"""A larger advantage is no chance, with a probability of 95 %."""
+"""An advantage above this, in standard deviations, is not due to chance, with a confidence of 95
+%.
+"""
 _FEW_FACTS = 6
 """If the full cache knows fewer facts, repetitions are compared instead."""
 _MOST_LOSS = 1e4

@@ -99,7 +99,8 @@ class Pool:
     def of_one(
         cls, model: str | os.PathLike[str] | Model, options: CacheOptions, *, verbose: bool = False
     ) -> Pool:
-        """Make a pool of one conversation, which has the whole budget as a session alone has it.
+        """Make a pool of one conversation, which gets the whole budget, like a session without a
+        pool.
 
         Any store can serve it. There is one session at a time, which is neither swapped out nor
         forked: session() raises PoolError until the one before is closed.

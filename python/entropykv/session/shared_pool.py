@@ -145,7 +145,7 @@ class EqualPlaces(Shares):
         slots: Sequence[SequenceSlot],
         budget: Budget | None = None,  # noqa: ARG002
     ) -> bool:
-        """Tell whether there are places for so many sequences; the stores check their budgets."""
+        """Tell whether there is a place for each sequence; the stores check their budgets."""
         return len(slots) <= self._n_places
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
@@ -250,7 +250,7 @@ class PageShares(Shares):
         return self._whole_length(slot, shares[i]) is not None
 
     def _whole_length(self, slot: SequenceSlot, share: int) -> int | None:
-        """Return the longest text that a share of so many pages keeps whole; None if that is
+        """Return the longest text that a share of `share` pages keeps whole; None if that is
         shorter than the expected text of the sequence.
         """
         whole = WholeTexts(share, self._config.n_ctx, self._pages_for)

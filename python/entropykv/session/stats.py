@@ -21,12 +21,12 @@ class SessionCounts:
     """How often each rung of the recovery ladder was climbed."""
 
     def add_prompt(self, n_tokens: int, seconds: float) -> None:
-        """Count tokens of a prompt that were read in so many seconds."""
+        """Count `n_tokens` tokens of a prompt, and the seconds of reading them."""
         self.prompt_tokens += n_tokens
         self.prompt_seconds += seconds
 
     def add_generated(self, n_tokens: int, seconds: float) -> None:
-        """Count tokens that were generated in so many seconds."""
+        """Count `n_tokens` generated tokens, and the seconds of generating them."""
         self.generated_tokens += n_tokens
         self.decode_seconds += seconds
 
@@ -39,7 +39,7 @@ class SessionCounts:
         vars(self).update(vars(SessionCounts()))
 
     def figures(self) -> dict[str, Any]:
-        """Return the counts by their names, as SessionStats has them."""
+        """Return the counts by their names in SessionStats."""
         return {**vars(self), "climbs": dict(self.climbs)}
 
 

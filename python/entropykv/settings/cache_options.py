@@ -26,7 +26,7 @@ from entropykv.settings.options import (
 )
 from entropykv.settings.recovery import RUNGS, Recovery
 
-if TYPE_CHECKING:  # --help needs not wait for numpy.
+if TYPE_CHECKING:  # --help loads faster without numpy.
     import numpy as np
     import numpy.typing as npt
 

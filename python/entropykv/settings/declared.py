@@ -37,7 +37,9 @@ class Option:
     """The type of the value that users type: str, int, float, or bool for a switch."""
     choices: tuple[str, ...] = ()
     least: float | None = None
-    """The least number; None: it is no number, any number, or is checked elsewhere."""
+    """The least number; None: the value is not a number, may be any number, or is checked
+    elsewhere.
+    """
     most: float = MOST_TOKENS
     default: Any = None
     """The default of the field."""

@@ -12,7 +12,7 @@ from typing import Literal
 from entropykv.errors import BudgetError, SettingsError
 
 KV_TYPES = ("f16", "q8_0")
-"""The types that the extension stores; --help needs not wait for it."""
+"""The types that the extension stores. They are repeated here so that --help need not load it."""
 KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "device", "flat")
 

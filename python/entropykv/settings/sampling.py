@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from entropykv.errors import SettingsError
 from entropykv.settings.declared import check_declared, option
 
-if TYPE_CHECKING:  # --help needs not wait for it.
+if TYPE_CHECKING:  # --help loads faster without this module.
     from entropykv.constraint.constraint import Constraint
 
 SAMPLER_LETTERS = {

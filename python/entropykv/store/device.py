@@ -348,7 +348,7 @@ class DeviceStore(KvHeadStore):
         self.context.note_use()
 
     def after(self, n_tokens: int) -> None:  # noqa: ARG002
-        """Evict what the budget cannot hold."""
+        """Store the entries of the micro-batch, and evict what the budget cannot hold."""
         self._store.commit_step()
 
     def resize(self, budget: Budget) -> None:
@@ -385,7 +385,9 @@ class DeviceStore(KvHeadStore):
         return list(self._plan.budgets)
 
     def state(self) -> StoreState:
-        """Return the content to save: a section for every KV head, as the headwise store has it."""
+        """Return the content to save: a section for every KV head, in the format of the headwise
+        store.
+        """
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self.layers)

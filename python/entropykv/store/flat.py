@@ -67,7 +67,7 @@ class FlatContext(StoreContext):
         self._hooked = n_gates > 0 or serves_products()
 
     def new_handle(self, cells: int) -> Any:
-        """Make a llama_context with so many cells, for replace()."""
+        """Make a llama_context with `cells` cells, for replace()."""
         config = self._config
         parameters = context_parameters(self._model, config.options, config.n_ubatch, cells)
         parameters.type_k = parameters.type_v = GGML_TYPES[config.kv_type]

@@ -342,7 +342,7 @@ class HeadwiseStore(KvHeadStore):
         self.rollback.begin_from(state.whole_from)
 
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most so many pages, and evict the rest: see Pooled."""
+        """Hold at most `pages` pages, and evict the rest: see Pooled."""
         if (pages, longest) == (self.share_pages, self._longest):
             return
         budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))

@@ -347,7 +347,7 @@ class HeadwiseBudgets:
             least = self._config.equal_share(budget, self._layers)
             if self._config.policy.rule.by_losses and not least.holds_all:
                 least = self._plan_of(least.pages_of(least.floor_entries), least.page_bytes)
-        except BudgetError:  # The budget is too small for so many sequences at a time.
+        except BudgetError:  # The budget is too small for this many sequences at a time.
             return 0
         return self._sure_of(least)
 

@@ -90,8 +90,8 @@ class StoreContext(ABC):
     masked_by_llama: bool = False
     """True if llama.cpp's own attention decides which tokens see each other."""
     let_help: Callable[[int], None] | None = None
-    """Lets so many threads help with products: see GraphHook.help(). None where numbers depend on
-    how many threads attend.
+    """Lets n further threads help with products: see GraphHook.help(). None where results depend on
+    the number of threads that compute attention.
     """
     only_embeds: bool = False
     """True if devices compute everything but the embeddings of tokens."""
@@ -142,7 +142,7 @@ arguments and result.
 
 @dataclass(frozen=True)
 class StoreFacts:
-    """Hold what never changes of a store."""
+    """Hold the properties of a store that never change."""
 
     n_kv_heads: int
     """The number of KV heads of all layers."""

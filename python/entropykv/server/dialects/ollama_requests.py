@@ -289,7 +289,7 @@ def _validated(kind: type[Asked], fields: dict[str, Any]) -> Asked:
 
 
 def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
-    """Return a text with its images, which Ollama's clients send in base64, as OpenAI has them."""
+    """Return a text with its images, which Ollama's clients send in base64, in OpenAI's form."""
     if not images:
         return text
     # The type is not used: the bytes of the file tell.

@@ -268,7 +268,7 @@ _OTHERS = OTHERS.besides(
 
 
 class NamedSchema(JsonSchema):
-    """A schema that the answer must follow, as the Responses API has it."""
+    """A schema that the answer must follow, in the form of the Responses API."""
 
     type: Literal["json_schema"]
 

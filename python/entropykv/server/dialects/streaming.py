@@ -266,8 +266,8 @@ class Lines(Events):
 
 
 class PlainEvents(Events):
-    """Send chunks as events, and at the end only an error if there is one, as llama-server's own
-    form has it.
+    """Send chunks as events, and at the end only an error if there is one, as in llama-server's own
+    form.
     """
 
     def _last(self, error: RequestError | None) -> str:

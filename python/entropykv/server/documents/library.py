@@ -174,7 +174,9 @@ class DocumentLibrary:
         return {**head, "status": status, **told, "error": None, **facts}
 
     def _summary(self, path: Path, stamp: FileStamp) -> _Summary:
-        """Return what the header of a file says; raises SessionFileError if it is no document."""
+        """Return what the header of a file says; raises SessionFileError if it is not a
+        document.
+        """
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
             return known[1]

@@ -50,7 +50,7 @@ class FormField:
 
     data: bytes
     filename: str = ""
-    """The name of the file without its folder; empty if the field is no file."""
+    """The name of the file without its folder; empty if the field is not a file."""
 
 
 def is_form(kind: str) -> bool:
