@@ -37,9 +37,11 @@ __all__ = [name for name in _HOMES if name != "_core"]
 
 
 def __getattr__(name: str) -> object:
-    """Load what is asked for, and before it the extension, which checks its llama.cpp once.
+    """Load the module of a public name, and before it the extension, which checks its llama.cpp
+    once.
 
-    Errors are loaded without it. Raises VersionError for another release of llama.cpp, each time.
+    The errors are loaded without the extension. Raises VersionError for another release of
+    llama.cpp, each time.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

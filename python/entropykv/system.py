@@ -318,7 +318,8 @@ def prepare_streams() -> None:
     """
     for descriptor, (name, flags, encoding, errors) in enumerate(_STREAMS):
         if not _is_open(descriptor):
-            os.open(os.devnull, os.O_RDWR)  # It gets the lowest free number: `descriptor`.
+            # The null device gets the lowest free number, which is `descriptor`.
+            os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"

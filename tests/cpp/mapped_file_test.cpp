@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr std::size_t kBytes = 200000;  // It is no multiple of any system's pages.
+constexpr std::size_t kBytes = 200000;  // not a multiple of any system's page size
 
 std::vector<std::byte> content() {
     std::vector<std::byte> bytes(kBytes);

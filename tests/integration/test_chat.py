@@ -181,7 +181,9 @@ def talk_far() -> tuple[Result, SessionStats]:
 
 
 def test_a_conversation_far_beyond_the_trained_context() -> None:
-    """It runs in a process of its own, so that memory left by other tests does not count."""
+    """The conversation runs in a process of its own, so that memory left by other tests does not
+    count.
+    """
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         result, stats = alone.submit(talk_far).result()
     assert result.tokens >= 3 * read_geometry(DEMOS["bitnet"].path).n_ctx_train

@@ -1,10 +1,10 @@
 """Trust: in which KV heads predicted scores are worth more than what the text's own queries gave.
 
-What some heads look for, no linear function of key and value tells well enough. What is predicted
-there makes a head keep the wrong entries, whatever the text is asked for. So a text is read with
-everything kept, as for the loss curves; then each KV head is ranked with and without predictions,
-and what its outputs would have lost is added up twice: over the queries of how the text goes on,
-and over those of its repetition.
+For some heads, no linear function of key and value predicts well enough what they look for; there,
+predictions make a head keep the wrong entries, whatever is asked about the text. So a text is read
+with everything kept, as for the loss curves; then each KV head is ranked with and without
+predictions, and what its outputs would have lost is added up twice: over the queries of how the
+text goes on, and over those of its repetition.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
 
     parser, commands = parser_with(COMMANDS)
     for command in commands.values():
-        with contextlib.suppress(MissingExtraError):  # Its options exist only with its extra.
+        with contextlib.suppress(MissingExtraError):  # Some options exist only with an extra.
             command.add_now()
         for action in command._actions:  # noqa: SLF001  (argparse has no public list)
             kinds = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY}

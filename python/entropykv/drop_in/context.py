@@ -253,7 +253,8 @@ class BudgetContext(internals.LlamaContext):
         if first < self.session.position:
             try:
                 self.session.text.truncate(first)
-            except ContextError:  # Its pool has given it a smaller share since it last read.
+            # The session's pool has given it a smaller share since it last read.
+            except ContextError:
                 return False
         return True
 

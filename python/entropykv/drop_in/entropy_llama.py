@@ -161,7 +161,7 @@ class EntropyLlama(llama_cpp.Llama):
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the context of the budget replaces."""
-        # It is made first, so that close() works even if the rest raises.
+        # The stack is made first, so that close() works even if the rest raises.
         self._stack = contextlib.ExitStack()
         cache, arguments = split_arguments(options, llama)
         budget = BudgetArguments(cache, on_evict, repeatable, on_climb, parse_special)
@@ -337,7 +337,7 @@ class EntropyLlama(llama_cpp.Llama):
         reads more.
         """
         context = getattr(self, "_ctx", None)
-        if not isinstance(context, BudgetContext):  # It was never inside a budget.
+        if not isinstance(context, BudgetContext):  # This Llama was never inside a budget.
             super().close()
             return
         context.refuse()
@@ -386,7 +386,8 @@ class EntropyLlama(llama_cpp.Llama):
 
         Names of control tokens in the messages of a chat are plain text: see said().
         """
-        session = self._session  # It raises once closed.
+        # Raises EntropyKVError once the object is closed.
+        session = self._session
         if not special or MARK.encode() not in text:
             return super().tokenize(text, add_bos, special)
         # Other tokenizers find names of control tokens anywhere.
@@ -500,7 +501,8 @@ class EntropyLlama(llama_cpp.Llama):
         if session.text.held().can_return_to(kept):
             if session.position == kept > 0:
                 return []
-            with contextlib.suppress(ContextError):  # Its pool may give it a smaller share now.
+            # The session's pool may give it a smaller share now.
+            with contextlib.suppress(ContextError):
                 session.text.truncate(kept)
                 return []
         tokens, beyond = session.tokens[:kept], LEAST_SPARED - 1

@@ -46,7 +46,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Hold one answer that is asked for. Nothing of it changes while the answer is written."""
+    """Hold a request for one answer, which does not change while the answer is written."""
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
@@ -174,7 +174,7 @@ def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
     opening, text, count = frame.opening.encode(), b"", 0
     while len(text) < len(opening) and count < len(tokens):
         count += 1
-        if tokens[-count] < 0:  # An image stands there.
+        if tokens[-count] < 0:  # The token is a placeholder of an image.
             return 0
         text = model.token_bytes(tokens[-count], special=True) + text
     return count if text.endswith(opening) else 0

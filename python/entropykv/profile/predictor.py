@@ -130,7 +130,7 @@ class ScorePredictor:
         return {
             "n_features": [of_layer.shape[1] for of_layer in self.weights],
             "n_tokens": self.n_tokens,
-            # Its last digits depend on the threads of numpy's linear algebra.
+            # The last digits of the correlation depend on the threads of numpy's linear algebra.
             "correlation": None if r is None else rounded(np.asarray(r)),
             "lookups": None if self.lookups is None else rounded(self.lookups),
             **trust,

@@ -249,7 +249,7 @@ def _locked(path: Path) -> Iterator[None]:
                     "another path"
                 )
             if not is_at(name, descriptor):
-                os.close(descriptor)  # Its owner removed the file just before we locked it.
+                os.close(descriptor)  # The lock's owner removed the file just before we locked it.
                 descriptor = -1
     except OSError as error:
         raise SessionFileError(

@@ -285,17 +285,17 @@ class StepHooks:
     gives_way: bool = False
     """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
     ends: Callable[[], bool] = _go_on
-    """A function that is asked before every token of an answer whether the answer ends
-    before it.
+    """A function that is called before every token of an answer, and returns whether the answer
+    ends before it.
     """
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Hold the objects that are told of the tokens of one text while these are chosen and read."""
+    """Hold the objects that observe the tokens of one text while these are chosen and read."""
 
     thought: ThoughtCounter | None = None
-    """The counter that is told of every token, and may force one to end a thought."""
+    """The counter that gets every token, and may force one to end a thought."""
     recorder: LogprobRecorder | None = None
     """The recorder that gets every token with the logits by which it was chosen."""
     hooks: StepHooks = StepHooks()

@@ -37,8 +37,8 @@ from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Store
 
 QUESTION_MARK = "entropykv-question"
-"""Text that stands for a question when the chat template is asked what comes before and
-behind one.
+"""Text that stands for a question when the chat template is rendered to find out what comes before
+and after one.
 """
 _DEPRECATED = {
     **{name: f"cache.{name}" for name in ("budgets", "evicted", "importance", "predictor_fit")},
@@ -53,8 +53,8 @@ _DEPRECATED = {
 class Session:
     """Read and write one sequence of tokens with a model, inside a KV budget.
 
-    Its parts have what is asked for less often: `model` (vocabulary, chat template), `config` (what
-    the options mean for the model), `cache` (what is stored), `text` (going back in what was read),
+    Less common functions are in its parts: `model` (vocabulary, chat template), `config` (what the
+    options mean for the model), `cache` (what is stored), `text` (going back in what was read),
     `files` (saving and loading), `reader` (micro-batches, drafts) and `counts`.
 
     `model`: the path of a GGUF file, or a Model, which the session closes. `options`, or keyword

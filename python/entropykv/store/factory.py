@@ -61,7 +61,7 @@ class StoreFactory:
     @property
     def context(self) -> StoreContext:
         """Return the context of all stores."""
-        return cast(StoreContext, self._context)  # The context is there until close().
+        return cast(StoreContext, self._context)  # The context exists until close().
 
     def make(self, budget: Budget) -> Store:
         """Return a store for another sequence; raises BudgetError without memory for it."""
@@ -160,7 +160,7 @@ class StoreFactory:
             possible = _possible(self.config, context)
             if possible is self.config:
                 self._context = context
-            else:  # Then micro-batches may have another size, because of echoes.
+            else:  # Without predictions, micro-batches may have another size, because of echoes.
                 context.close()
                 self.config = possible
         return self._context

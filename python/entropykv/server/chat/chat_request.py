@@ -266,7 +266,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return question_prompt(job, parts)
 
     def prompt_parts(self, model: LoadedModel, use: ToolUse | None) -> ChatParts:
-        """Return what the chat template is told; raises RequestError."""
+        """Return the arguments of the chat template for this request; raises RequestError."""
         images = ImageParts(model.images)
         messages = self.shown_messages(model, use, images)
         continues = self._continues()

@@ -260,7 +260,7 @@ def _with_instructions(messages: list[dict[str, Any]], text: str) -> list[dict[s
 
 @dataclass(frozen=True)
 class ChatParts:
-    """Hold what the chat template is told of one chat."""
+    """Hold the arguments of the chat template for one chat, and its images."""
 
     messages: list[dict[str, Any]]
     tools: Sequence[Any] | None

@@ -177,7 +177,7 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """Hold what a writer is told of an answer, and read its events."""
+    """Hold what a writer must know about an answer, and read the events of the answer."""
 
     job: Answering
     prompt: Prompt

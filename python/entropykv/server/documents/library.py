@@ -126,7 +126,7 @@ class DocumentLibrary:
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
     def status(self, document: DocumentId) -> dict[str, Any] | None:
-        """Return what clients are told of a document; None if there is none of this name."""
+        """Return the status of a document for clients; None if there is none of this name."""
         path = self.path(document)
         reading = self.readings.find(path)
         if reading is not None and reading.status != "failed":
@@ -274,13 +274,13 @@ class DocumentLibrary:
 
     def leave(self, model: str) -> None:
         """End the queued readings of a model, which no thread reads any more; the next server, or
-        the next thread of this model, goes on with them.
+        the next thread of this model, continues them.
         """
         for reading in self.readings.leave(model):
             reading.end()
 
     def interrupted(self, model: str) -> list[Reading]:
-        """Return readings that go on with what is left of interrupted ones of a model."""
+        """Return readings that continue the interrupted ones of a model."""
         users = [""]
         with suppress(OSError):
             users += [each.name for each in os.scandir(self.folder(model, "")) if each.is_dir()]
@@ -300,7 +300,7 @@ class DocumentLibrary:
         return found
 
     def resumed(self, document: DocumentId) -> Reading | None:
-        """Return a reading that goes on with what is left of an interrupted one; None without.
+        """Return a reading that continues an interrupted one; None if there is none.
 
         A text that was accepted is newer than a partial file of another text.
         """

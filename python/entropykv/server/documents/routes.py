@@ -231,7 +231,7 @@ def _add_deleting(
 def _statuses(
     models: ModelRegistry, library: DocumentLibrary, user: str, name: str, model: str | None
 ) -> list[dict[str, Any]]:
-    """Return what clients are told of a document, for each model that has one of this name."""
+    """Return the status of a document for clients, for each model that has one of this name."""
     several = models.all() if model is None else [models.find(model)]
     told = (library.status(DocumentId(held.name, user, name)) for held in several)
     found = [each for each in told if each is not None]

@@ -317,7 +317,8 @@ class PrefixCache:
     def _document(self, path: Path, caller: Caller) -> _Conversation | None:
         """Take the document of a file that is kept for the caller's tenant; `_lock` is held.
 
-        A file that is there, but is another version than the one that was loaded, is not kept.
+        If the file was replaced by another version since it was loaded, the document does not count
+        as kept.
         """
         tenant, version = self._tenant(caller), stamp_of(path)
         for each in self._kept:
@@ -451,7 +452,8 @@ class PrefixCache:
             earlier = [
                 each
                 for each, shared in self._own(conversation.tokens, caller)
-                # It differs from this one only behind the beginning of its last answer.
+                # Such a conversation differs from this one only after the beginning of its last
+                # answer.
                 if 0 < each.answer_place <= shared < len(each.tokens)
             ]
             self._add(conversation)

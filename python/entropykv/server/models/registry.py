@@ -401,7 +401,7 @@ class ModelRegistry:
             return
         held.engine, held.state = None, state
         await asyncio.to_thread(engine.close)
-        del engine  # Its memory is returned only when nothing refers to it.
+        del engine  # The model's memory is returned only when nothing refers to the engine.
         await asyncio.to_thread(_give_memory_back)
         self._tell()
 

@@ -224,7 +224,8 @@ class Replica:
             conversations=Conversations(sessions, sessions_bytes, engine.prefix_cache),
             replica=serve.get_replica_context().replica_id.unique_id,
         )
-        # It is the innermost middleware, so that refused requests do not delay other conversations.
+        # This is the innermost middleware, so that refused requests do not delay other
+        # conversations.
         app.user_middleware.append(turns)
         self._app = app
         self._lifespan = app.router.lifespan_context(app)
