@@ -24,13 +24,13 @@ struct AttentionNode {
     float max_bias;  // ALiBi's largest bias; 0: none
     bool has_sinks;
     RopeParams rope;       // rotates the stored keys
-    float rope_magnitude;  // the rotation multiplies keys by it
+    float rope_magnitude;  // factor by which the rotation multiplies keys
     // The device store needs the buffer type of the layer's cache, and what the node computes.
     ggml_backend_buffer_type_t memory;
-    bool is_apart;  // whether another device computes it than that of the cache
+    bool is_apart;  // whether the node is computed on another device than that of the cache
     std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;
-    // How many nodes before it, at least, compute nothing, and are computed after the writes of K
-    // and V and after the queries: views that only the attention node reads.
+    // How many views before the node, at least, are read by it alone. They compute nothing, and
+    // come after the writes of K and V and after the queries.
     int slots;
     // True if the queries of one token lie behind those of the token before.
     bool dense_queries;

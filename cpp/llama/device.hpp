@@ -35,8 +35,8 @@ struct DeviceTraffic {
     std::size_t downloads = 0;  // copies to the host
 };
 
-// Makes a tensor of a graph that stands for another one, from byte `offset` of it on: the sources
-// of that one do not belong to our graph, which would compute them again.
+// Makes a tensor that shares the memory of another one, from byte `offset` on, but has no sources:
+// those belong to another graph, and ours would compute them again.
 ggml_tensor* leaf_of(ggml_context* context, const ggml_tensor* tensor, std::size_t offset = 0);
 
 // Tells whether a device that computes in `memory` can use a tensor that has a place: it can if the
@@ -57,7 +57,7 @@ public:
     ~Device();
 
     ggml_backend_buffer_type_t memory() const { return memory_; }
-    // Returns what copies tensors that it cannot use.
+    // Returns the relay that copies tensors which this device cannot use.
     DeviceRelay& relay() { return *relay_; }
     std::string name() const;
     // Returns the least multiple of the memory's alignment that is at least `bytes`.
@@ -90,9 +90,9 @@ public:
                     std::size_t bytes);
     // Waits for everything that was begun.
     void wait();
-    // Returns memory for rows that are saved, which is kept for the next ones.
+    // Returns memory for saving rows, which is reused.
     HostMemory& saved_rows() { return *saved_rows_; }
-    // Counts the working memory, on the device and on the host.
+    // Returns the bytes of working memory, on the device and on the host.
     std::size_t scratch_bytes() const;
 
     DeviceTraffic traffic;
@@ -119,7 +119,8 @@ public:
     std::uint8_t* data() const { return data_; }
     std::size_t size() const { return size_; }
     std::size_t capacity() const { return capacity_; }
-    // Its content is lost if it grows; nothing may be copied to it then. Throws std::bad_alloc.
+    // The content is lost if the memory grows; nothing may be copied to it then. Throws
+    // std::bad_alloc.
     void resize(std::size_t bytes);
 
 private:
@@ -140,7 +141,7 @@ public:
     ggml_tensor* tensor(ggml_context* context, ggml_type type, std::size_t offset, std::int64_t a,
                         std::int64_t b = 1, std::int64_t c = 1, std::int64_t d = 1) const;
     void write(std::size_t offset, const void* values, std::size_t bytes);
-    // Writes bytes to its beginning, unless tell() has written the same bytes before.
+    // Writes bytes to the beginning of this memory, unless the last tell() wrote the same bytes.
     void tell(const std::vector<std::uint8_t>& bytes);
     // Begins to copy a range to the same place of the host's memory: see Device::begin_read().
     void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
@@ -157,8 +158,7 @@ private:
     std::vector<std::uint8_t> told_;
 };
 
-// Holds the devices that the stores of one context share, whose graphs are never computed at the
-// same time.
+// Returns the bytes of this memory, and of the bytes on the host that tell() compares.
 class Devices {
 public:
     // n_places: how many sequences there may be at most.
@@ -166,16 +166,16 @@ public:
         : n_threads_(n_threads), n_places_(n_places), workers_(n_threads) {}
 
     int n_places() const { return n_places_; }
-    // Returns what set_places() was given last; null if no sequence holds it any more.
+    // Returns the places of the last set_places(); null if no sequence uses them any more.
     std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
     void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
-    // Returns another number for every time that a sequence takes a place.
+    // Returns a new number each time, for a sequence that takes a place.
     std::size_t note_taken() { return ++n_taken_; }
 
     // Returns the device with this buffer type, which is opened once. Throws as Device does.
     Device& of(ggml_backend_buffer_type_t memory);
-    // Lets the CPU serve a layer of all stores that are made from now on, because its own device
-    // cannot: `why` says what that one cannot compute.
+    // From now on, new stores let the CPU serve this layer, because its own device cannot; `why`
+    // says what the device cannot compute.
     void serve_on_host(int layer, const std::string& why) { on_host_[layer] = why; }
     // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
     const std::map<int, std::string>& on_host() const { return on_host_; }

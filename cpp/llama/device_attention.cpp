@@ -13,8 +13,8 @@
 namespace entropykv {
 namespace {
 
-// How many rows of a head there is room for in most_changed(), besides those of a micro-batch: rows
-// that the eviction after single tokens frees.
+// most_changed() has room for this many rows of a head besides those of a micro-batch: rows that an
+// eviction after single tokens frees.
 constexpr int kFreedRows = 64;
 
 }  // namespace
@@ -92,12 +92,12 @@ void DeviceAttention::allocate(int max_tokens, bool in_graph, bool several, bool
     if (in_graph) allocate_for_graph();
 }
 
-// Lets sums over queries be products with ones, where the device can compute these: transposing
-// what is summed up takes several times as long on a GPU.
+// Prepares to compute sums over queries as products with ones, if the device supports these: on a
+// GPU, transposing the terms takes several times as long.
 void DeviceAttention::place_ones() {
     if (!importance_.measure().observes()) return;
     const auto context = device_.graph_context();
-    // Only some of the rows are summed up, and some devices compute no products of such a view.
+    // Some devices cannot multiply such a view, which covers only some of the rows.
     ggml_tensor* all = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 512, 64, 2);
     ggml_tensor* given = ggml_view_3d(context.get(), all, 256, 64, 2, all->nb[1], all->nb[2], 0);
     ggml_tensor* ones = ggml_new_tensor_3d(context.get(), GGML_TYPE_F32, 1, 64, 2);
@@ -193,7 +193,7 @@ void DeviceAttention::place_sinks() {
     }
     if (bytes == 0) return;
     sinks_ = std::make_unique<DeviceMemory>(device_, bytes);
-    // A reader without sinks, beside one with sinks, has some that take no attention.
+    // If only some readers have sinks, the others get sinks that take no attention.
     const std::vector<float> none(bytes / sizeof(float), -1e30f);
     sinks_->write(0, none.data(), bytes);
 }
@@ -315,7 +315,7 @@ void DeviceAttention::add_changed_positions(Served& served, StepInput& input) {
 }
 
 void DeviceAttention::begin_step(const DeviceStep& step) {
-    device_.wait();  // rows may still be moved, and queries of the step before be observed
+    device_.wait();  // rows may still be moved, and queries of the last step observed
     step_ = step;
     if (step.alike) return begin_alike();
     if (packed_) lay_out_positions(false);
@@ -336,7 +336,7 @@ std::vector<std::int32_t> DeviceAttention::turns_of_tokens() const {
     return turns;
 }
 
-// Returns the positions that the tokens of this step see last.
+// Returns, for each token of this step, the last position that it sees.
 std::vector<float> DeviceAttention::positions_of_tokens() const {
     std::vector<float> positions;
     for (int token = 0; token < step_.n_tokens; ++token)

@@ -38,7 +38,7 @@ struct DeviceStep {
     bool see_all = false;            // whether its tokens attend to later ones, too
     bool in_graph = false;           // whether llama.cpp's own graph computes its attention
     // True if all KV heads of a layer hide the same rows from a token, and so do all layers with
-    // equally many rows. A single token in llama.cpp's own graph does not ask for it.
+    // equally many rows. It is not needed for a single token in llama.cpp's own graph.
     bool alike = false;
     int n_together = 1;  // how many single tokens, each of another sequence, that graph reads
 
@@ -77,7 +77,7 @@ struct DevicePredictor {
 // Holds the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
 
-// Says which layers of a device: from `first` to before `end`.
+// A range of layers of a device: from `first` to before `end`.
 struct LayerRange {
     std::size_t first = 0;
     std::size_t end = 0;
@@ -131,35 +131,36 @@ public:
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
     // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
-    // Lets masks have room for the rows that single tokens of these sequences see. Must be called
-    // before add_late_findings() of their stores: see keeps_places().
+    // Enlarges masks so that they have room for the rows that single tokens of these sequences see.
+    // Must be called before add_late_findings() of their stores: see keeps_places().
     static void fit_masks(const std::vector<DeviceAttention*>& sequences);
     // Does what begin_step() does for single tokens of several sequences in llama.cpp's own graph,
     // which attends in n_runs nodes for them. `sequences` are in the order of the micro-batch.
     static void begin_singles(const std::vector<DeviceAttention*>& sequences, int n_runs);
     void set_step(const DeviceStep& step) { step_ = step; }
-    // Makes room for what nodes of llama.cpp's graph become in a step that is computed there. If
-    // the layout of masks is the same as before, nodes become the same operations in steps of
-    // single tokens.
+    // Makes room for the operations that replace nodes of llama.cpp's graph in this step. If the
+    // layout of masks is the same as before, steps of single tokens replace nodes by the same
+    // operations.
     void begin_nodes();
     std::size_t layout() const { return static_cast<std::size_t>(layout_); }
-    // Notes which rows of a layer are due to be moved, so that move_rows() need not: that can be
-    // done while the device computes.
+    // Collects the rows of a layer that must be moved, for move_rows(); this can be done while the
+    // device computes.
     void collect_moves(int layer);
     // Changes a node of llama.cpp's graph in a step that is computed there: one that writes K or V
     // of a layer, for all sequences of the step.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
-    // Returns what the attention node of one of a layer's readers, with nodes that compute nothing,
-    // becomes: the attention of this sequence and of those in the next places, n_sequences in all.
+    // Returns the operations that replace the attention node of one of a layer's readers, and nodes
+    // that compute nothing: the attention of this sequence and of those in the next places,
+    // n_sequences in all.
     std::vector<ggml_tensor*> attention_of(int layer, int reader, const DeviceNode& node,
                                            int n_sequences);
-    // Returns the other operations that these nodes become, for all sequences of the step. Sets
+    // Returns further operations that replace these nodes, for all sequences of the step. Sets
     // writes_masks if the first one must be computed before anything attends.
     std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
                                         bool& writes_masks);
-    // Prepares what look_up() begins, while the device computes the step: what is found out of its
-    // queries and of unknown tokens, by parts of the layers, about n_parts, one after another, so
-    // that the host can decide about one while the device computes the next. Throws std::bad_alloc.
+    // Prepares look_up() while the device computes the step: findings about its queries and about
+    // unknown tokens, in about n_parts parts of the layers, so that the host can decide about one
+    // part while the device computes the next. Throws std::bad_alloc.
     void prepare_look_up(const UnknownTokens& unknown, bool observed, int n_parts);
     // Begins to compute what prepare_look_up() has prepared. Throws as add_attention() does.
     void look_up();
@@ -172,7 +173,7 @@ public:
         UnknownTokens unknown;
         bool observed;
     };
-    // Begins all parts of several sequences at once; they are there after Device::wait().
+    // Begins all parts of several sequences at once; the results are complete after Device::wait().
     static void look_up_all(const std::vector<LookUp>& all);
     // Adds to a graph the attention of one of the layers that read its K and V; the first one
     // writes them. Throws std::runtime_error if the device fails, std::bad_alloc if it has no
@@ -181,10 +182,10 @@ public:
                        ggml_cgraph* graph);
     // Reads from the device what its layers have found out in a step.
     void end_step();
-    // Returns about how many tokens end_step() has read something.
+    // Returns for how many tokens end_step() has read findings.
     int n_found() const { return n_found_; }
-    // Tells whether the positions of rows need not be laid out anew for the next single token. If
-    // they must be, what was observed before has to be read first.
+    // Tells whether the layout of positions can stay for the next single token. If not, what was
+    // observed before must be read first.
     bool keeps_places() const;
     // Return what queries gave to the rows of a head in the last step, and the squared norms of V
     // of the n_found() tokens; null if that was not asked for.
@@ -204,7 +205,7 @@ public:
     void forget_positions(int layer);
 
     Device& device() const { return device_; }
-    // Counts what host and device tell each other, without the working memory of the device.
+    // Returns the bytes of inputs and findings, without the working memory of the device.
     std::size_t scratch_bytes() const;
 
 private:
@@ -225,9 +226,9 @@ private:
         std::size_t sums;           // [KV head][token], f32: the products of a prediction
         std::size_t queries;        // [reader][query head][token][k_dim], f32: kept ones
         std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
-        // Say where the memory of the predictors has, by KV head: the weights of values that RoPE
-        // leaves out before the others, of all others, of the norms of pairs, and of V; and the
-        // layer's RoPE, as factors of its pairs.
+        // Offsets in the memory of the predictors, by KV head: of the weights of the first values
+        // of a key if RoPE leaves them out, of its other values, of the norms of pairs, and of V;
+        // and of the factors of the pairs in the layer's RoPE.
         std::size_t first_weights;
         std::size_t turned_weights;
         std::size_t norm_weights;
@@ -256,7 +257,7 @@ private:
     struct Alike {
         const Served* first;
         std::size_t mask;  // offset of the mask
-        // Says what the mask there is for, by which it is known again.
+        // Say which mask is stored there, so that it can be used again.
         int count = -1;
         int n_tokens = 0;
         bool see_all = false;
@@ -353,9 +354,10 @@ private:
     SingleSteps* singles_ = nullptr;
     std::vector<Alike> alike_;
     std::vector<std::uint8_t> node_memory_;
-    std::unique_ptr<ggml_context, FreeContext> node_context_;  // what nodes become lies in it
-    // Positions are packed if heads have as many as masks of single tokens, and not one for every
-    // row.
+    // holds the operations that replace nodes
+    std::unique_ptr<ggml_context, FreeContext> node_context_;
+    // True if heads have as many positions as masks of single tokens have rows, and not one for
+    // every row.
     bool packed_ = false;
     int layout_ = 0;            // the layout of masks that packed positions follow
     bool masks_known_ = false;  // whether the device has the masks of packed positions

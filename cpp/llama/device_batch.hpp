@@ -23,8 +23,8 @@ public:
 
     // Must be called before the first node is computed. in_graph: whether llama.cpp's own graph may
     // compute attention: for one sequence, or for single tokens of several. Errors are kept for
-    // check_step(), here and in the following functions. Returns whether nodes become what they did
-    // in the micro-batch before; otherwise, begin_nodes() must be called before any is changed.
+    // check_step(), here and in the following functions. Returns whether nodes are replaced as in
+    // the micro-batch before; otherwise, begin_nodes() must be called before any is changed.
     bool begin(bool in_graph) noexcept;
     void begin_nodes() noexcept;
     // Tells whether llama.cpp's own graph computes attention in this micro-batch. Then its nodes
@@ -33,7 +33,7 @@ public:
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes) noexcept;
     void change_attention(int layer, const DeviceNode& node, ggml_tensor* target,
                           const std::vector<ggml_tensor*>& slots, NodeChanges& changes) noexcept;
-    // Must be called for an attention node that became what it did in the micro-batch before.
+    // Must be called for an attention node that is replaced as in the micro-batch before.
     void note_changed(int layer) noexcept;
     // Computes the attention of all sequences for the next layer of the model that reads a layer's
     // K and V. GraphHook calls this between two nodes.
@@ -50,10 +50,11 @@ private:
     bool can_read_singles() const;
 
     std::vector<DeviceStore*> parts_;
-    // Where the runs of neighbouring places begin, each of which one node attends for, and the end.
+    // Where runs of neighbouring places begin, and the end; one node computes attention for each
+    // run.
     std::vector<std::size_t> runs_;
     // Says what the nodes of the last steps of single tokens depend on: the sequences with their
-    // rows, and the layout of masks. Empty: the last step was another one.
+    // rows, and the layout of masks. Empty: the last step was not one of single tokens.
     std::vector<std::pair<const DeviceStore*, std::size_t>> layout_;
     int n_tokens_ = 0;
     bool in_graph_ = false;

@@ -212,7 +212,7 @@ ggml_tensor* DeviceGraph::for_queries(ggml_tensor* row_positions, int n) {
                           row_positions->ne[3]);
 }
 
-// Returns what the input says of the queries from `first` on.
+// Returns the values of an input for n queries from `first` on.
 ggml_tensor* DeviceGraph::of_queries(ggml_tensor* input, int first, int n) {
     return ggml_view_2d(context_, input, 1, n, sizeof(float), index_of(first) * sizeof(float));
 }
@@ -271,9 +271,9 @@ ggml_tensor* DeviceGraph::where_negative(ggml_tensor* values, float slope) {
     return ggml_clamp(context_, ggml_scale(context_, values, slope), -1e30f, 0.0f);
 }
 
-// Returns the first `dim` values of the rows of a group: [KV head][row][dim]. The last rows of
-// a head may be those of the next one, which are masked; ggml only lets views overlap that are
-// changed afterwards.
+// Returns the first `dim` values of the rows of a group: [KV head][row][dim]. The last rows of a
+// head may be those of the next one, which are masked. ggml refuses to make a view that overlaps
+// itself, so the view is changed afterwards.
 ggml_tensor* DeviceGraph::rows_of(ggml_tensor* all, int dim, const DeviceGroup& group,
                                   std::int64_t width) {
     const DeviceHead& head = layer_.heads()[index_of(group.first_head)];
@@ -358,7 +358,7 @@ ggml_tensor* DeviceGraph::aligned(ggml_tensor* tensor) {
     return device_.device_.is_aligned(offset) ? tensor : ggml_cont(context_, tensor);
 }
 
-// Makes one dimension of the last two, whose indices lie evenly apart.
+// Merges the last two dimensions, whose indices are evenly spaced.
 ggml_tensor* DeviceGraph::with_heads_third(const ggml_tensor* tensor) {
     ggml_tensor* merged = leaf_of(context_, tensor);
     if (tensor->view_src != nullptr) merged->buffer = tensor->view_src->buffer;

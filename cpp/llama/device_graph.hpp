@@ -37,8 +37,7 @@ public:
                 const DeviceAttention::Served& served, int reader, const DeviceNode& node,
                 const DeviceStep& step);
 
-    // Lets operations be as for heads with unlike numbers of entries, even if all have equally
-    // many.
+    // Treats heads as having different numbers of entries, even if all have equally many.
     void treat_as_uneven() { all_uneven_ = true; }
 
     // Adds the attention of a step between two nodes.
@@ -119,7 +118,7 @@ private:
     int query_heads() const { return layer_.shape().n_head / layer_.shape().n_head_kv; }
     // Returns the size of the fourth dimension of attention: a group's KV heads of all sequences.
     int n_indices(const DeviceGroup& group) const { return group.n_heads * n_sequences_; }
-    // Returns how many tokens llama.cpp's node has that are written to rows.
+    // Returns how many tokens of llama.cpp's node are written to rows.
     int n_written() const { return step_.n_tokens * step_.n_together; }
     // Returns the layer's number on its device.
     std::size_t number() const {

@@ -263,8 +263,8 @@ int DeviceAttention::most_runs(int layer) const {
     return begins_anywhere ? most : std::min(most, 1);
 }
 
-// Tells whether attention of n_tokens to any number of a layer's rows writes no further than its
-// results go.
+// Tells whether the device writes nothing behind the results when n_tokens tokens attend to any
+// number of a layer's rows.
 bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) const {
     const auto& groups = served.layer->groups();
     return std::all_of(groups.begin(), groups.end(), [&](const DeviceGroup& group) {
@@ -314,7 +314,8 @@ int DeviceAttention::looked_up_tokens() const {
     return several_ ? max_tokens_ : std::min(kMostUnknown, max_tokens_);
 }
 
-// Tells whether the first layer has a node that shows the rows of single tokens to them.
+// Tells whether the first layer has a spare node that writes masks, so that single tokens see their
+// own rows.
 bool DeviceAttention::writes_masks_in_graph(int n_runs) const {
     const Served& first = layers_.front();
     const auto nodes = n_runs * static_cast<int>(first.layer->groups().size());
@@ -401,8 +402,8 @@ void DeviceAttention::begin_singles(const std::vector<DeviceAttention*>& sequenc
     first.change_masks(changed, values, input);
 }
 
-// Adds where the mask of this sequence's token has itself, and, if the device has the mask, what
-// has changed there.
+// Adds the places in the mask at which this sequence's token sees itself, and, if the device has
+// the mask already, the changes of the mask.
 void DeviceAttention::change_own_mask(std::vector<std::int64_t>& own_rows,
                                       std::vector<std::int64_t>& changed,
                                       std::vector<float>& values) {
@@ -626,7 +627,7 @@ void DeviceAttention::plan_look_up(const UnknownTokens& unknown, bool observed) 
     }
 }
 
-// Writes to the device what plan_look_up() has written.
+// Copies the input that plan_look_up() has written to the device.
 void DeviceAttention::tell_rows_looked_up() {
     if (looked_for_.n > 0) looked_up_->tell(written_);
 }
@@ -718,7 +719,7 @@ void DeviceAttention::build_part() {
     part.layers.end = first;
 }
 
-// Lets the device compute the part that is built, once it has computed the one before.
+// Makes the device compute the next part, once it has computed the part before.
 void DeviceAttention::launch_part() {
     launched_ = next_part_.layers;
     if (launched_.first == launched_.end) return;

@@ -79,15 +79,15 @@ struct DeviceHead {
     int used() const { return count + staged; }
     // Puts the tokens of a micro-batch behind the entries. Throws std::logic_error without room.
     void stage(int n_tokens, std::int32_t position);
-    // Takes away the tokens of a micro-batch that was not committed.
+    // Removes the tokens of a micro-batch that was not committed.
     void unstage();
-    // Makes entries of the tokens of the micro-batch.
+    // Turns the tokens of the micro-batch into entries.
     void keep_staged();
-    // Replaces the entries, and takes away the tokens of the micro-batch.
+    // Replaces the entries, and removes the tokens of the micro-batch.
     void hold(const std::vector<std::int32_t>& of_entries);
     // Does what hold() does if the first n rows have their positions already.
     void hold_first(int n);
-    // Lets the entry of another row be in this one.
+    // Records that the entry of row `from` must be moved to row `to`.
     void move(int from, int to);
     void set_position(int row, float position);
 };

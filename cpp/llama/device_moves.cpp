@@ -59,8 +59,8 @@ void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) 
         return std::any_of(sequence->layers_.begin(), sequence->layers_.end(),
                            [](const Served& served) { return !served.moved_from.empty(); });
     };
-    // A row that gets another one's content is none whose content is moved, so moves may be done in
-    // any order, and by parts if there is no room for all.
+    // No row is both a source and a target, so moves may be done in any order, and in parts if
+    // there is no room for all.
     while (std::any_of(sequences.begin(), sequences.end(), is_moving)) {
         const auto context = device.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());

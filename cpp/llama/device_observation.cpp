@@ -7,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-// Lets a product be summed up in f32. Releases of llama.cpp have two names for it.
+// Makes a product be summed up in f32. Releases of llama.cpp have two names for the function.
 template <typename Tensor>
 auto sum_in_f32(Tensor* product, int) -> decltype(ggml_prec_set_acc(product, GGML_PREC_F32)) {
     return ggml_prec_set_acc(product, GGML_PREC_F32);
@@ -130,8 +130,8 @@ void DeviceGraph::observe(const DeviceGroup& group, ggml_tensor* keys, const Ord
     ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
 }
 
-// Returns what rows_of() returns of K, in f32. All rows are converted as they lie, one behind the
-// other, for which devices have much faster kernels.
+// Returns rows_of() of K in f32. All rows are converted in the order of memory, for which devices
+// have much faster kernels.
 ggml_tensor* DeviceGraph::keys_in_f32(const DeviceGroup& group, std::int64_t width) {
     const DeviceHead& head = layer_.heads()[index_of(group.first_head)];
     ggml_tensor* rows = ggml_view_2d(context_, k_, layer_.shape().k_dim, head.rows(), k_->nb[1],

@@ -34,7 +34,7 @@ struct SingleSteps {
     std::size_t bytes() const;
 
     std::vector<Layer> layers;
-    int layout = 0;  // the number of these widths; other widths have another one
+    int layout = 0;  // identifies these widths
     std::unique_ptr<DeviceMemory> masks;
     std::unique_ptr<DeviceMemory> input;
     std::unique_ptr<DeviceMemory> queries;  // null: none are observed
@@ -57,7 +57,7 @@ public:
         : layers_(std::move(layers)), budgets_(budgets) {}
 
     const std::vector<int>& budgets() const { return budgets_; }
-    // Tells whether a place that is free has rows for such budgets.
+    // Tells whether a place is free and has rows for these budgets.
     bool can_take(int place, const std::vector<int>& budgets) const;
     void take(int place) { taken_[place] = true; }
     void leave(int place) noexcept { taken_[place] = false; }

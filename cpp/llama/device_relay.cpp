@@ -10,8 +10,8 @@ constexpr std::size_t kTensorsOfNode = 4;
 
 }  // namespace
 
-// Returns a tensor, or one without a place that will be its copy, if the device cannot use it.
-// n_tokens: how many indices of the second dimension are needed; 0: all.
+// Returns the tensor itself if the device can use it, otherwise a tensor that will be its copy and
+// has no place yet. n_tokens: how many indices of the second dimension are needed; 0: all.
 const ggml_tensor* DeviceRelay::usable(const ggml_tensor* tensor, std::int64_t n_tokens,
                                        bool is_read) {
     if (tensor == nullptr || is_usable_in(device_.memory(), tensor)) return tensor;

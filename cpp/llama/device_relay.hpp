@@ -36,7 +36,7 @@ public:
     // std::bad_alloc.
     DeviceNode bring(const DeviceNode& node);
     // Must be called once the device has computed what bring() has returned: copies the output to
-    // where the node has it.
+    // the node's own memory.
     void give_back();
 
     // Returns the bytes of the copies, which keep their memory for the next node.

@@ -61,8 +61,8 @@ bool DeviceRewrite::repeat(const ggml_tensor* node) {
     return true;
 }
 
-// Changes a node if that writes or reads the cache. Returns the number of the layer whose attention
-// it is; -1: it is none.
+// Changes a node if it writes or reads the cache. Returns the number of the layer whose attention
+// it computes; -1: none.
 int DeviceRewrite::change_anew(ggml_tensor* node) {
     if (node->op == GGML_OP_SET_ROWS) {
         for (const bool keys : {true, false}) {
@@ -111,8 +111,8 @@ bool DeviceRewrite::leave_out(ggml_tensor* node) {
     return true;
 }
 
-// Computes the attention of a node that was left out; returns false for any other node. The node is
-// as it was afterwards, since llama.cpp may use its graph again.
+// Computes the attention of a node that was left out; returns false for any other node. Afterwards
+// the node is unchanged, because llama.cpp may use its graph again.
 bool DeviceRewrite::attend_instead(ggml_tensor* node) {
     if (left_out_ != node) return false;
     left_out_ = nullptr;

@@ -44,8 +44,8 @@ private:
     struct Seen {
         const ggml_tensor* node;
         const void* source;     // where its first source lay
-        int attends;            // the number of the layer whose attention it is; -1: it is none
-        std::size_t n_changes;  // the number of changes that were made then
+        int attends;            // number of the layer whose attention it computes; -1: none
+        std::size_t n_changes;  // how many changes were made until then
     };
 
     DeviceBatch& batch_;

@@ -33,7 +33,7 @@ void DeviceStore::save_layer(int layer, const std::vector<std::byte*>& states) {
     const KernelTable& kernels = *ledger_.components().common.kernels;
     const std::vector<DeviceHead>& heads = of.rows.heads();
     const std::vector<ggml_tensor*> tensors = of.rows.tensors();
-    // The rows of all heads come in one go: waiting for each takes longer than the copies.
+    // The rows of all heads are copied at once, because waiting for each takes longer than copying.
     Device& device = of.device->device();
     std::vector<std::array<std::size_t, 2>> begins(states.size());  // of K and V of a head
     std::size_t end = 0;

@@ -17,8 +17,8 @@ std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
 // With more entries than this, decisions take longer than waking the threads that share them.
 constexpr std::size_t kMuch = 1 << 15;
-// What a prompt has found out is looked up in this many parts, if it is much: the host decides
-// about one while the device computes the next.
+// If a prompt has many findings, they are looked up in this many parts: the host decides about one
+// while the device computes the next.
 constexpr int kParts = 4;
 
 std::vector<LayerShape> ledger_shapes(const std::vector<DeviceLayerSource>& layers) {
@@ -273,7 +273,7 @@ bool DeviceStore::begin(bool alone) {
         heads_can_be_alike_ && std::all_of(devices_.begin(), devices_.end(),
                                            [](const auto& device) { return device->are_alike(); });
     step_.in_graph = step_.n_tokens > 1 && alone && several_can_be_in_graph_ && step_.alike;
-    // What other steps find out takes the place of what is still unknown.
+    // Findings of this step overwrite those about unknown tokens, which must be read first.
     complete_ledger();
     for (const auto& device : devices_) device->begin_step(step_);
     n_changed_ = 0;
@@ -352,8 +352,8 @@ void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
     });
 }
 
-// Commits the step, or prepares what must be looked up before, and keeps what that throws. Makes
-// room for another single token after one.
+// Commits the step, or prepares what must be looked up first; what this throws is kept. After a
+// single token, makes room for another one.
 void DeviceStore::decide() noexcept {
     try {
         if (!plan_.meanwhile) return prepare_look_up();
@@ -601,8 +601,8 @@ void DeviceStore::commit_by_parts(bool prepared) {
     }
 }
 
-// Makes entries of the tokens of a head. found: whether the device has looked up what the host must
-// know of them.
+// Turns the tokens of the micro-batch into entries of a head. found: whether the device has looked
+// up what the host must know about them.
 void DeviceStore::commit(int layer, int h, bool found, int worker) {
     const Layer& of = layers_[index(layer)];
     stage(layer, h, found);
@@ -624,7 +624,7 @@ void DeviceStore::stage(int layer, int h, bool found) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = found ? of.device->value_squares(of.number, h) : nullptr;
     const bool predicts = ledger_.settings().importance.predicts();
-    // Findings about earlier tokens come before theirs.
+    // Findings about earlier tokens come first.
     const int first = std::max(0, of.device->n_found() - step_.n_tokens);
     const PageLayout& layout = ledger_.layout(layer);
     std::byte* const* page = ledger_.staging(layer, h);

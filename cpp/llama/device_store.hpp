@@ -64,12 +64,12 @@ public:
     }
     static void begin_singles(const std::vector<DeviceStore*>& stores, int n_runs);
     // alone: the micro-batch has no tokens of other sequences. Returns whether llama.cpp's own
-    // graph shall compute attention, whose nodes change_write() and attention_of() change then;
-    // otherwise add_attention() does.
+    // graph computes attention: then change_write() and attention_of() must replace its nodes;
+    // otherwise, add_attention() must be called.
     bool begin(bool alone);
     // Must be called after begin_singles() or begin(), before a node is changed, unless all nodes
-    // become what they did in the step before: they do if the sequences and their layout() are the
-    // same. It is another number if this store has other rows, or the masks have another layout.
+    // are replaced as in the step before, which is so if the sequences and their layout() are the
+    // same. layout() changes if this store gets other rows, or the masks another layout.
     void begin_nodes();
     std::size_t layout() const;
     // Returns how many drafts may follow the token at a position, at most `wanted`. None of their
@@ -101,8 +101,8 @@ public:
     // micro-batch with drafts.
     void settle_drafts(int n_accepted);
 
-    // Tells the ledger all that the devices know of its entries. Of single tokens that llama.cpp's
-    // own graph has read, it is not told at once.
+    // Completes the ledger with all that the devices know of its entries: about single tokens that
+    // llama.cpp's own graph has read, it is not told at once.
     void complete_ledger();
 
     // Sets the budgets of all stores of a context; heads that hold more evict. If there are not
@@ -163,8 +163,8 @@ public:
     void save_layer(int layer, const std::vector<std::byte*>& states);
     std::string state_problem(int layer, int count, const std::byte* state, std::size_t size,
                               std::int32_t end) const;
-    // Replaces the entries of all heads; states are as state_problem() accepts them. The budget
-    // evicts what they hold too much.
+    // Replaces the entries of all heads by states that state_problem() accepts, and evicts down to
+    // the budgets.
     void load(const std::vector<int>& counts, const std::vector<std::byte*>& states);
 
 private:
@@ -198,8 +198,9 @@ private:
     void plan_commit();
     void decide() noexcept;
     void prepare_look_up();
-    // Tells whether a step's commit needs what the devices find out about it, and whether that is
-    // prepared while they compute: what single tokens found out before is still to be read then.
+    // Tell whether committing this step needs findings of the devices, and whether these are
+    // prepared while the devices compute: not for single tokens, because earlier findings must be
+    // read first.
     bool looks_up() const { return plan_.due || step_.observing; }
     bool prepares_look_up() const { return looks_up() && step_.n_tokens > 1; }
     bool end_background();
@@ -213,7 +214,7 @@ private:
     bool reads_values() const;
     int most_unknown() const;
     void complete_entries(int layer, int head, int n_later);
-    // Lets the rows of a head be in the order of the ledger, with moves where it has changed.
+    // Brings the rows of a head into the order of the ledger, by moves where that has changed.
     void follow_ledger(int layer, int head);
     void take_order_of_ledger(int layer, int head);
     void move_rows() { move_rows({this}); }
@@ -268,7 +269,7 @@ private:
     std::int32_t next_ = -1;  // the position of a single token for which there is room; -1: none
     bool deciding_ = false;   // whether decide() was begun while devices compute
     std::exception_ptr decision_error_;
-    // Says what the devices look up while the next token is read, and the ledger is told later.
+    // Describes what the devices look up while the next token is read; the ledger gets it later.
     struct Late {
         std::int32_t position = -1;  // of the single token whose query was observed; -1: none
         bool unknown = false;        // whether the newest entries are looked up

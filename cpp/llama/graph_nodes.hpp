@@ -75,7 +75,7 @@ inline CustomOp custom_op_of(const ggml_tensor* node) {
 // called before the node is changed.
 bool is_of_cpu(const ggml_tensor* node);
 
-// Knows the order in which llama.cpp computes the nodes of a layer, from the last write of K or V
+// Records the order in which llama.cpp computes the nodes of a layer, from the last write of K or V
 // on.
 class NodeOrder {
 public:

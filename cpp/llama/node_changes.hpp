@@ -14,8 +14,8 @@ namespace entropykv {
 
 class NodeChanges {
 public:
-    // Lets a node compute what `operation` says, a tensor of another context that exists as long as
-    // this may be repeated. Throws std::bad_alloc.
+    // Turns a node into `operation`, a tensor of another context, which must exist as long as the
+    // change may be repeated. Throws std::bad_alloc.
     void become(ggml_tensor* node, const ggml_tensor* operation) {
         changes_.push_back({node, *node, {}});
         node->type = operation->type;
@@ -36,8 +36,8 @@ public:
         changes_.back().after = *node;
         n_made_ = changes_.size();
     }
-    // Makes the next changes of the last computation again, until `until` of them are made. Returns
-    // whether the nodes were as they were then; otherwise nothing is changed.
+    // Repeats the changes of the last computation up to number `until`. Returns false, and changes
+    // nothing, if a node is not as it was then.
     bool repeat(std::size_t until) noexcept {
         for (std::size_t i = n_made_; i < until; ++i)
             if (std::memcmp(changes_[i].node, &changes_[i].before, sizeof(ggml_tensor)) != 0)
@@ -52,7 +52,7 @@ public:
         for (std::size_t i = 0; i < n_made_; ++i) *changes_[i].node = changes_[i].before;
         n_made_ = 0;
     }
-    // Lets nothing be repeated. All must be undone.
+    // Forgets all changes, so that none can be repeated. They must have been undone.
     void forget() noexcept { changes_.clear(); }
 
 private:

@@ -26,7 +26,7 @@ private:
     void refuse(const char* why);
 
     std::vector<int> changed_;       // how many gates of each layer were changed in this step
-    const char* refusal_ = nullptr;  // why the first gate that was not changed was not
+    const char* refusal_ = nullptr;  // why the first unchanged gate could not be changed
 };
 
 }  // namespace entropykv

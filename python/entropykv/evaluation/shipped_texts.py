@@ -1,4 +1,4 @@
-"""Read the texts that entropykv ships, or given ones."""
+"""Read texts from given files, or those that entropykv ships."""
 
 from __future__ import annotations
 

@@ -300,12 +300,12 @@ class Threads:
     ) -> None:
         """Use the numbers of threads in `options`, one for single tokens and one for several.
 
-        They are maxima, but fixed without `let_help`, or if the options say so. `let_help(n)` lets
-        n more threads help until `let_help(0)`; None where llama.cpp or a device computes
-        attention, because its results may depend on the number of threads; ours do not.
+        These are maxima; without `let_help`, or if the options say so, they are fixed.
+        `let_help(n)` lets n more threads help until `let_help(0)`; None where llama.cpp or a device
+        computes attention, because its results may depend on the number of threads; ours do not.
         `only_embeds`: the CPU only looks up embeddings of tokens, and devices compute the rest;
-        then it takes longer to wake threads than to look up a few. `others`: it has looked at other
-        processes since it was made, for example while the model was loaded; None: begin to look.
+        then it takes longer to wake threads than to look up a few. `others`: has watched other
+        processes since it was made, for example while the model was loaded; None: begin to watch.
         """
         self._alone = only_embeds and not options.fixed_threads
         self._fixed = let_help is None or options.fixed_threads or options.most_threads == 1

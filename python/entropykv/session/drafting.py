@@ -374,7 +374,7 @@ class Drafting:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes that the drafter holds."""
+        """Return the bytes of the drafter, and of the tables of which drafts were right."""
         return self._drafter.n_bytes + self._lengths.n_bytes
 
     def propose(self, tokens: Tokens, most: int, n_others: int = 0) -> list[int]:

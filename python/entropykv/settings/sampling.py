@@ -29,11 +29,11 @@ SAMPLERS = tuple(SAMPLER_LETTERS)
 TEMPERATURE = 0.8
 """The temperature where a command line or a request says none, as in llama.cpp."""
 RANDOM_SEED = MOST_SEED = 0xFFFFFFFF
-"""llama.cpp's number of a seed that is another one every time."""
+"""llama.cpp's number for a random seed, which differs every time."""
 
 
 def is_random_seed(seed: int | None) -> bool:
-    """Tell whether a seed means another one every time, as llama.cpp's -1 does."""
+    """Tell whether a seed means a random one, as llama.cpp's -1 does."""
     return seed is None or seed & MOST_SEED == MOST_SEED
 
 

@@ -87,8 +87,8 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
 
 
 def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:
-    """Return the bytes of checkpoints and frozen entries; `evicted_bytes` is what a budget
-    saves.
+    """Return the bytes of checkpoints, and of frozen entries in memory; `evicted_bytes`: those of a
+    full cache that the budget does not hold, which are frozen unless a limit is set.
     """
     total = 0
     if options.in_pool:
