@@ -148,7 +148,7 @@ def test_weights_of_texts_that_say_nothing_are_refused() -> None:
     the targets.
     """
     first, odd = Entries(40, 1), Entries(40, 2)
-    odd.x[:, :, 3] = 1e-3 * odd.y
+    odd.x[:, :, 3] = 5e-3 * odd.y
     growing = GrowingPredictor([VALUES], None)
     assert growing.grow(lessons(first))
     before = growing.predictor
@@ -161,12 +161,14 @@ def test_weights_of_texts_that_say_nothing_are_refused() -> None:
 
 def test_features_that_vary_by_rounding_alone_are_left_out() -> None:
     """Features that vary only by rounding get no weight, such as a channel of keys with a huge
-    bias.
+    bias, or one that is 1e-5 where usual channels are 1.
     """
     entries = Entries(60, 1)
-    entries.x[:, :, 2] = 145.0 + 0.05 * np.random.default_rng(5).standard_normal((N_HEADS, 60))
+    rounding = np.random.default_rng(5).standard_normal((N_HEADS, 60))
+    entries.x[:, :, 2] = 145.0 + 0.05 * rounding
+    entries.x[:, :, 8] = 1e-5 * rounding
     growing = GrowingPredictor([VALUES], None)
     assert growing.grow(lessons(entries))
     assert growing.predictor is not None
-    assert not growing.predictor.weights[0][:, 2].any()
+    assert not growing.predictor.weights[0][:, [2, 8]].any()
     assert growing.predictor.weights[0][:, :2].all()

@@ -23,7 +23,8 @@ RIDGE_OF_VALUES = 2.0
 """The factor of the ridge for the features that are elements of the value (V)."""
 LEAST_VARIATION = 1e-3
 """A feature whose deviation is a smaller part of its mean varies by the rounding of sums alone, as
-the channels of keys with huge biases do.
+the channels of keys with huge biases do; so does one whose deviation is a smaller part of the
+median deviation.
 """
 MOST_WEIGHT = 100.0
 """The largest weight of a fit that is used; fits to ordinary texts have weights below 10."""

@@ -241,7 +241,8 @@ class Ridge:
     def __init__(self, sums: Sums, least_variation: float = _LEAST_DEVIATION) -> None:
         """Standardise `sums`, those of one KV head in Lessons: (n_features + 1, n_features + 1).
 
-        Features whose deviation is at most `least_variation` of their mean are ignored.
+        Features whose deviation is at most `least_variation` of their mean, or of the median of all
+        deviations, are ignored.
         """
         n = len(sums) - 2  # The constant feature is not counted.
         count = max(sums[n, n], 1.0)
@@ -251,7 +252,8 @@ class Ridge:
         with_target = sums[:n, n + 1] / count - self._means * self._mean
         self._deviations = np.sqrt(np.maximum(np.diag(covariance), 0.0))
         # Features that vary only by rounding carry no information.
-        least = np.maximum(_LEAST_DEVIATION, least_variation * np.abs(self._means))
+        usual = np.maximum(np.abs(self._means), np.median(self._deviations))
+        least = np.maximum(_LEAST_DEVIATION, least_variation * usual)
         self._varies = self._deviations > least
         scale = self._deviations[self._varies]
         self._matrix = covariance[np.ix_(self._varies, self._varies)] / np.outer(scale, scale)
