@@ -248,6 +248,27 @@ def test_two_at_once_leave_the_first_complete_one(own_llama: Path, learnt_folder
     np.testing.assert_array_equal(weights_of(kept_in(learnt_folder)), before)
 
 
+def test_what_two_learn_at_once_counts_together(
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has its own predictor meanwhile, and later sessions have that of both texts."""
+    need_texts(monkeypatch, 3)
+    with Session(own_llama, **INSIDE) as first, Session(own_llama, **INSIDE) as second:
+        first.decode(TOKENS)
+        second.decode(OTHERS)
+        fits = [fit_of(session) for session in (first, second)]
+        learnt = [fit.learnt for fit in fits]
+    both = kept_in(learnt_folder)
+    assert [each.n_texts for each in learnt if each is not None] == [1, 1]
+    assert both.n_texts == 2
+    counts = [each.predictor.n_tokens for each in learnt if each is not None]
+    assert both.predictor.n_tokens == sum(counts)
+    mean = np.average([weights_of(each) for each in learnt if each], axis=0, weights=counts)
+    np.testing.assert_allclose(weights_of(both), mean, rtol=1e-5, atol=1e-6)
+    read(own_llama, tokens_for(N_CTX - 64, seed=7))
+    assert kept_in(learnt_folder).complete
+
+
 @pytest.mark.parametrize(
     "text",
     [[100] * 1900, [100, 101] * 950, tokens_for(40) * 47],

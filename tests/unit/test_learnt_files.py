@@ -58,9 +58,67 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
 def test_a_complete_one_stays(tmp_path: Path) -> None:
     file = LearntFile(tmp_path / "a.predictor.json")
     file.keep(predictor(1))
-    assert file.keep(predictor(2, complete=True))
-    assert not file.keep(predictor(3, complete=True))
+    assert file.keep(predictor(2, complete=True), predictor(1))
+    assert not file.keep(predictor(3, complete=True), predictor(1))
     assert_same(file.read(), predictor(2, complete=True))
+
+
+def grown(before: LearntPredictor, n_tokens: int, seed: int) -> LearntPredictor:
+    """Return a predictor that has learnt from one text of `n_tokens` tokens more."""
+    known, more = before.predictor, predictor(seed).predictor.weights
+    total = known.n_tokens + n_tokens
+    weights = tuple(
+        (known.n_tokens * old + n_tokens * new) / total
+        for old, new in zip(known.weights, more, strict=True)
+    )
+    return LearntPredictor(
+        ScorePredictor(weights, total, 0.5), before.model, before.n_texts + 1, complete=False
+    )
+
+
+def test_what_two_processes_add_at_once_counts_together(tmp_path: Path) -> None:
+    """Both have read the file before one of them wrote it, and one of them adds twice."""
+    file = LearntFile(tmp_path / "a.predictor.json")
+    begin = predictor(1)
+    file.keep(begin)
+    first, second = grown(begin, 300, 2), grown(begin, 240, 3)
+    third = grown(first, 500, 4)
+    seen = []
+    for found, known in ((first, begin), (second, begin), (third, first)):
+        assert file.keep(found, known, lambda joined: seen.append(joined.n_texts) or False)
+    assert seen == [3, 4, 5]
+    expected = grown(grown(grown(begin, 300, 2), 240, 3), 500, 4)
+    found = file.read()
+    assert found is not None
+    assert (found.n_texts, found.predictor.n_tokens) == (5, 480 + 300 + 240 + 500)
+    for ours, theirs in zip(found.predictor.weights, expected.predictor.weights, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_sum_of_two_processes_may_be_complete(tmp_path: Path) -> None:
+    file = LearntFile(tmp_path / "a.predictor.json")
+    file.keep(predictor(1))
+    file.keep(predictor(2), None, lambda joined: joined.n_texts >= 4)
+    found = file.read()
+    assert found is not None
+    assert found.complete
+    assert found.n_texts == 4
+
+
+def test_what_does_not_fit_together_is_replaced(tmp_path: Path) -> None:
+    file = LearntFile(tmp_path / "a.predictor.json")
+    smaller = dataclasses.replace(
+        predictor(1),
+        predictor=ScorePredictor(tuple(w[:, 1:] for w in predictor(1).predictor.weights), 500),
+    )
+    file.keep(smaller)
+    file.keep(predictor(2))
+    assert_same(file.read(), predictor(2))
+    # Another process did not trust what was known, and began anew.
+    known = grown(predictor(2), 900, 3)
+    later = grown(known, 300, 4)
+    file.keep(later, known)
+    assert_same(file.read(), later)
 
 
 def test_any_damage_is_noticed_and_replaced(tmp_path: Path) -> None:
@@ -74,7 +132,7 @@ def test_any_damage_is_noticed_and_replaced(tmp_path: Path) -> None:
             file.path.write_bytes(damaged)
             with pytest.raises(ProfileError, match=r"a\.predictor\.json: is damaged"):
                 file.read()
-    assert file.keep(predictor(2))
+    assert file.keep(predictor(2), predictor())
     assert_same(file.read(), predictor(2))
 
 

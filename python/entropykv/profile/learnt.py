@@ -20,8 +20,8 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +137,17 @@ class LearntFile:
             raise ProfileError(f"{self.path}: is too large")
         return _parsed(data, str(self.path))
 
-    def keep(self, learnt: LearntPredictor) -> bool:
-        """Write the file, unless another process has left a complete predictor by now; returns
-        whether it was written. Raises OSError.
+    def keep(
+        self,
+        learnt: LearntPredictor,
+        known: LearntPredictor | None = None,
+        is_complete: Callable[[LearntPredictor], bool] = lambda _: False,
+    ) -> bool:
+        """Add to the file what `learnt` has more than `known`, which is what the file held when
+        this process read or wrote it last; None: nothing. So what other processes have added stays.
+
+        `is_complete` tells whether the sum of both is complete. A complete predictor in the file is
+        not changed. Returns whether the file was written. Raises OSError.
         """
         make_folder(self.path.parent)
         with _locked(self.path.parent):
@@ -147,6 +155,9 @@ class LearntFile:
                 found = self.read()
                 if found is not None and found.complete:
                     return False
+                if found is not None:
+                    learnt = _joined(found, learnt, known)
+                    learnt = replace(learnt, complete=learnt.complete or is_complete(learnt))
             with new_file(self.path, private=True) as part:
                 part.write_bytes(_with_checksum(learnt))
         return True
@@ -220,6 +231,34 @@ def _weights_of(shapes: object, text: object, where: str) -> tuple[Weights, ...]
         return tuple(part.reshape(pair) for part, pair in zip(parts, pairs, strict=True))
     except (binascii.Error, TypeError, ValueError):
         raise ProfileError(f"{where}: has weights of other shapes") from None
+
+
+def _joined(
+    found: LearntPredictor, learnt: LearntPredictor, known: LearntPredictor | None
+) -> LearntPredictor:
+    """Return the mean, weighted by tokens, of `found`, which a file holds, and of what `learnt` has
+    more than `known`.
+
+    Returns `learnt` where the file holds less than `known`, because another process began anew, and
+    where the weights have other shapes or would be impossible.
+    """
+    parts = [(1, found), (1, learnt)] + ([] if known is None else [(-1, known)])
+    n_tokens = sum(sign * part.predictor.n_tokens for sign, part in parts)
+    n_texts = sum(sign * part.n_texts for sign, part in parts)
+    shapes = {tuple(w.shape for w in part.predictor.weights) for _, part in parts}
+    begun_anew = known is not None and found.predictor.n_tokens < known.predictor.n_tokens
+    if len(shapes) > 1 or begun_anew or min(n_tokens, n_texts) < 1:
+        return learnt
+    shares = [sign * part.predictor.n_tokens / n_tokens for sign, part in parts]
+    mean = tuple(
+        np.einsum("p,phf->hf", shares, np.array(of_layer)).astype(np.float32)
+        for of_layer in zip(*(part.predictor.weights for _, part in parts), strict=True)
+    )
+    if not are_possible(mean):
+        return learnt
+    newest = learnt.predictor.correlation
+    correlation = found.predictor.correlation if newest is None else newest
+    return replace(learnt, predictor=ScorePredictor(mean, n_tokens, correlation), n_texts=n_texts)
 
 
 def _with_checksum(learnt: LearntPredictor) -> bytes:

@@ -349,10 +349,13 @@ class SequenceReader:
         The echo is empty if it would exceed the positions of the model, or if scores can be
         predicted and the chunk would not improve the predictor.
         """
-        if self._echo is None or not self._runner.second_readings.is_worth_echo(chunk):
-            return []
         text = self._slot.text
         first = text.position if first is None else first
+        if self._echo is None:
+            return []
+        if not self._runner.second_readings.is_worth_echo(chunk):
+            text.note_lessons(first, len(chunk))
+            return []
         echo = self._echo.of(text.tokens[:first], chunk)
         end = max(text.position, first + len(chunk)) + len(echo)
         facts = self._store.facts

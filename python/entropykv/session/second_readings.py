@@ -15,6 +15,7 @@ contributed about a round of lessons.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 from entropykv import _core
@@ -88,6 +89,8 @@ class PredictorFit:
         self._file = file
         self.learnt = learnt
         """The predictor that is known so far, complete or not; None: none is."""
+        self._kept = learnt
+        """As much of it as the file has got from this process, or had before."""
         self._growing: GrowingPredictor | None = None
         self._n_texts = 0 if learnt is None else learnt.n_texts
         self._obstacle = obstacle
@@ -98,10 +101,6 @@ class PredictorFit:
         self._n_disagreed = 0
         self._seen: set[tuple[int, ...]] = set()
         """The tokens that have given lessons, each with the tokens before it."""
-        self._teachers: dict[int, tuple[int, int]] = {}
-        """For each slot, by number: the position up to which its text has given lessons, and how
-        many of its tokens have.
-        """
         self._outcome = outcome
         self._told = False
 
@@ -132,13 +131,13 @@ class PredictorFit:
         """Tell whether the text of a slot is read twice, if the budget cannot hold it whole.
 
         Once a predictor can be used, a text that has given a round of lessons is read only once, so
-        that other texts give the next rounds.
+        that other texts give the next rounds. It stays the same text in the slot of a fork.
         """
         if self.predictor is not None or slot.text.is_document:
             return False
         if self.usable is None:
             return True
-        return self._taught_by(slot, slot.text.position) < ROUND_TOKENS
+        return slot.text.n_taught < ROUND_TOKENS
 
     def teaches(self, tokens: Sequence[int]) -> bool:
         """Tell whether enough of these tokens are new, so that an echo of them gives useful
@@ -152,13 +151,6 @@ class PredictorFit:
         because only their own echo ranks them; later, only if teaches() is true.
         """
         return not self.predicts or self.teaches(tokens)
-
-    def _taught_by(self, slot: SequenceSlot, position: int) -> int:
-        """Return how many tokens of a slot's text have given lessons, if `position` is behind
-        these; 0 if the slot has another text now.
-        """
-        end, n_taught = self._teachers.get(slot.number, (0, 0))
-        return n_taught if position >= end else 0
 
     def prepare(self, parts: Sequence[Part], slots: Sequence[SequenceSlot]) -> bool:
         """Let the stores collect lessons in the next step if all its echoes give useful ones: see
@@ -175,10 +167,9 @@ class PredictorFit:
         """Count the `tokens` of a slot's text, from position `begin` on, whose lessons were
         collected.
         """
-        n_taught = self._taught_by(slot, begin)
-        if n_taught == 0:
-            self._n_texts += 1
-        self._teachers[slot.number] = begin + len(tokens), n_taught + len(tokens)
+        self._n_texts += not slot.text.is_teacher
+        slot.text.is_teacher = True
+        slot.text.note_lessons(begin, len(tokens))
         self._seen |= _contexts_of(tokens)
         self._n_taught += len(tokens)
 
@@ -204,9 +195,12 @@ class PredictorFit:
             if enough:
                 self._growing.settle()
                 learning.clear_lessons()
-            if enough and self._has_all(predictor):
-                self.predictor = predictor
-            self._keep(predictor)
+            learnt = LearntPredictor(
+                predictor, self._model_name, max(self._n_texts, 1), complete=False
+            )
+            if enough and _is_complete(learnt):
+                self.predictor, learnt = predictor, replace(learnt, complete=True)
+            self._keep(learnt)
         elif grown and self._n_disagreed >= MOST_DISAGREEMENTS:
             enough, self.predictor = True, predictor
             self._outcome = "texts differ too much in it for other sessions to use it"
@@ -214,18 +208,12 @@ class PredictorFit:
             self._growing.forget()
             learning.clear_lessons()
             self._n_texts = 0
-            self._teachers.clear()
+            for slot in slots:
+                slot.text.forget_lessons()
             return False
         if self.predictor is not None:
             self._end(learning)
         return enough and predictor is not None and self._adopt(predictor, learning, slots)
-
-    def _has_all(self, predictor: ScorePredictor) -> bool:
-        """Tell whether a predictor was learnt from enough texts, with about a round of lessons each
-        on average.
-        """
-        enough = predictor.n_tokens >= LEAST_TEXTS * ROUND_TOKENS
-        return enough and self._n_texts >= LEAST_TEXTS
 
     def _adopt(
         self,
@@ -252,7 +240,6 @@ class PredictorFit:
         learning.collect_lessons(False)
         learning.clear_lessons()
         self._seen.clear()
-        self._teachers.clear()
 
     def end_with(self, predictor: ScorePredictor, learning: Learning) -> None:
         """Take the predictor of a loaded file, and learn nothing more; it is not kept for other
@@ -261,17 +248,15 @@ class PredictorFit:
         self.predictor = predictor
         self._end(learning)
 
-    def _keep(self, candidate: ScorePredictor) -> None:
-        """Write the predictor to the file for other processes; an error becomes a sentence of
+    def _keep(self, learnt: LearntPredictor) -> None:
+        """Add to the file for other processes what was learnt; an error becomes a sentence of
         report().
         """
-        complete = self.predictor is not None
-        n_texts = max(self._n_texts, 1)
-        self.learnt = LearntPredictor(candidate, self._model_name, n_texts, complete)
+        self.learnt = learnt
         if self._file is None:
             return
         try:
-            self._file.keep(self.learnt)
+            self._file.keep(learnt, self._kept, _is_complete)
         except OSError as error:
             reason = error.strerror or error
             self._outcome = (
@@ -279,7 +264,8 @@ class PredictorFit:
                 "learns again"
             )
             return
-        if complete:
+        self._kept = learnt
+        if learnt.complete:
             self._outcome = f"kept in {self._file.path}, so that other sessions read texts once"
 
     def news(self) -> str | None:
@@ -312,6 +298,15 @@ class PredictorFit:
             f"looks up; {then}"
         )
         return said if self._obstacle is None else f"{self._obstacle}; {said}"
+
+
+def _is_complete(learnt: LearntPredictor) -> bool:
+    """Tell whether a predictor was learnt from enough texts, with about a round of lessons each on
+    average, and was tested with some of them.
+    """
+    predictor = learnt.predictor
+    enough = predictor.n_tokens >= LEAST_TEXTS * ROUND_TOKENS and learnt.n_texts >= LEAST_TEXTS
+    return enough and predictor.correlation is not None
 
 
 def _learning_of(slots: Sequence[SequenceSlot]) -> Learning:
@@ -413,6 +408,8 @@ class SecondReadings:
             self.fit.n_tokens += len(tokens)
             if teaches and tokens:
                 self.fit.note(slot, begin, tokens)
+            elif tokens and not self.fit.teaches(tokens):
+                slot.text.note_lessons(begin, len(tokens))
 
     def learn(self) -> None:
         """Learn from what was read twice, if that is enough for a round."""

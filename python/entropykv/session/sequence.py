@@ -135,6 +135,12 @@ class TokenSequence:
         """The logits of the last token, (n_vocab,); None without tokens and after truncate()."""
         self.echoed = 0
         """For how many of the first tokens echoes have scored the entries: see echo.py."""
+        self.is_teacher = False
+        """True if the text has given lessons to a predictor: see second_readings.py."""
+        self.n_taught = 0
+        """How many of its tokens have given lessons, or were known from those of another text."""
+        self._taught_to = 0
+        """The position after the last of them."""
         self.images = ImageSpans()
         """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)
@@ -183,14 +189,30 @@ class TokenSequence:
             self.reusable_from = max(self.reusable_from, self.position)
         self.evicted_before = evicted
 
+    def note_lessons(self, begin: int, n_tokens: int) -> None:
+        """Count tokens, from position `begin` on, that have given lessons, or were known."""
+        self.n_taught += n_tokens
+        self._taught_to = max(self._taught_to, begin + n_tokens)
+
+    def forget_lessons(self) -> None:
+        """Let what is read next count as another text for the predictor."""
+        self.is_teacher = False
+        self.n_taught = self._taught_to = 0
+
     def truncate(self, position: int, n_ctx: int) -> None:
-        """Roll back to a position. Logits stay only if the text already ends there."""
+        """Roll back to a position. Logits stay only if the text already ends there.
+
+        What is read next counts as another text for the predictor if it replaces tokens that have
+        given lessons.
+        """
         del self.tokens[position:]
         if position < self.position:
             self.position, self.logits = position, None
         self.parts.truncate(position)
         self.images.truncate(position)
         self.echoed = min(self.echoed, position)
+        if position < self._taught_to:
+            self.forget_lessons()
         if position == 0:
             self.reusable_from = 0
             self.is_document = False
@@ -208,6 +230,8 @@ class TokenSequence:
         other = TokenSequence(0)
         other.tokens, other.position, other.logits = self.tokens[:], self.position, self.logits
         other.echoed, other.parts = self.echoed, self.parts.copy()
+        other.is_teacher, other.n_taught = self.is_teacher, self.n_taught
+        other._taught_to = self._taught_to
         other.images = self.images.copy()
         other.reusable_from = self.reusable_from
         other.evicted_before = self.evicted_before
