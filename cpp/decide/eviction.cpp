@@ -1,30 +1,63 @@
 #include "decide/eviction.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
 #include <functional>
 
 namespace entropykv {
 namespace {
 
-// If a selection drops at most this many entries, the lowest scores are collected in a heap, which
-// nearly all other scores leave as it is.
-constexpr int kFewDropped = 64;
+// Of so few scores, sorting a part finds one faster than counting does.
+constexpr int kFew = 512;
+// Scores are counted by so many bits at a time.
+constexpr int kCountedBits = 11;
 
-// Returns the score that is the wanted-th highest of n, which are put in another order.
+// Returns a number that is higher for a higher score.
+std::uint32_t order_of(float score) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &score, sizeof bits);
+    return (bits >> 31U) != 0 ? ~bits : bits | 0x80000000U;
+}
+
+// Returns how many of the lowest bits differ between the numbers of n scores, up to the highest
+// one that does.
+int differing_bits(const float* scores, int n) {
+    std::uint32_t in_any = 0;
+    std::uint32_t in_all = ~0U;
+    for (int i = 0; i < n; ++i) {
+        in_any |= order_of(scores[i]);
+        in_all &= order_of(scores[i]);
+    }
+    int n_bits = 0;
+    while (n_bits < 32 && ((in_any ^ in_all) >> n_bits) != 0) ++n_bits;
+    return n_bits;
+}
+
+// Returns the score that is the wanted-th highest of n, which are put in another order. Scores are
+// counted by their highest bits, and only those remain that share these with the wanted one: a
+// partial sort of all would take a jump for every score that a CPU cannot predict.
 float highest(float* scores, int n, int wanted) {
-    const int n_low = n - wanted + 1;
-    if (n_low > kFewDropped) {
-        std::nth_element(scores, scores + (wanted - 1), scores + n, std::greater<float>());
-        return scores[wanted - 1];
+    for (int end = differing_bits(scores, n); n > kFew && end > 0;) {
+        const int begin = std::max(0, end - kCountedBits);
+        const std::uint32_t last = (1U << (end - begin)) - 1;
+        const auto bits_of = [&](float score) { return order_of(score) >> begin & last; };
+        std::array<int, std::size_t{1} << kCountedBits> counts{};
+        for (int i = 0; i < n; ++i) ++counts[bits_of(scores[i])];
+        std::uint32_t bits = last;
+        while (counts[bits] < wanted) wanted -= counts[bits--];
+        int n_left = 0;
+        for (int i = 0; i < n; ++i) {
+            const float score = scores[i];
+            scores[n_left] = score;
+            n_left += bits_of(score) == bits ? 1 : 0;
+        }
+        n = n_left;
+        end = begin;
     }
-    std::make_heap(scores, scores + n_low);
-    for (int i = n_low; i < n; ++i) {
-        if (scores[i] >= scores[0]) continue;
-        std::pop_heap(scores, scores + n_low);
-        scores[n_low - 1] = scores[i];
-        std::push_heap(scores, scores + n_low);
-    }
-    return scores[0];
+    std::nth_element(scores, scores + (wanted - 1), scores + n, std::greater<float>());
+    return scores[wanted - 1];
 }
 
 }  // namespace

@@ -54,7 +54,11 @@ void Head::keep(const std::uint8_t* mask, const StagedEntries& staged,
     // Staged survivors fill the holes among the stored entries first.
     int hole = 0;
     const auto next_hole = [&] {
-        while (hole < count_ && mask[hole] != 0) ++hole;
+        const int n = count_ - hole;
+        const void* found =
+            n > 0 ? std::memchr(mask + hole, 0, static_cast<std::size_t>(n)) : nullptr;
+        hole = found == nullptr ? std::max(hole, count_)
+                                : static_cast<int>(static_cast<const std::uint8_t*>(found) - mask);
         return hole;
     };
     int end = count_;

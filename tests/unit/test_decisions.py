@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -56,13 +58,23 @@ def test_survivors_are_those_of_the_oracle(
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("n_dropped", [1, 16, 63, 64, 65, 250])
-@pytest.mark.parametrize("values", [7, 10_000], ids=["ties", "few ties"])
-def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, values: int) -> None:
-    """Survivors of many entries are those of the oracle, whether few are dropped or most."""
+SPREADS: dict[str, Callable[[np.random.Generator, int], npt.NDArray[Any]]] = {
+    "equal": lambda random, n: np.full(n, random.standard_normal()),
+    "ties": lambda random, n: random.integers(0, 7, n),
+    "few ties": lambda random, n: random.integers(0, 10_000, n),
+    "close": lambda random, n: 1.0 + random.integers(0, 3_000, n) * 2.0**-23,
+    "wide": lambda random, n: random.choice([-1, 1], n) * 10 ** random.uniform(-38, 38, n),
+}
+"""Scores whose floats differ in few bits and in many."""
+
+
+@pytest.mark.parametrize("n_dropped", [1, 16, 63, 250])
+@pytest.mark.parametrize("n", [400, 511, 512, 513, 5_000])
+@pytest.mark.parametrize("spread", SPREADS)
+def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, n: int, spread: str) -> None:
+    """Survivors of few entries and of many are those of the oracle, whatever the scores are."""
     random = np.random.default_rng(n_dropped)
-    n = 400
-    scores = random.integers(0, values, n).astype(np.float32)
+    scores = SPREADS[spread](random, n).astype(np.float32)
     positions = random.permutation(2 * n)[:n]
     newest = int(positions.max())
     arguments = (scores, positions, n - n_dropped, 4, 60, newest)
