@@ -13,14 +13,22 @@
 namespace entropykv::bind {
 namespace {
 
-std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& devices,
-                                               const GraphHook& hook,
-                                               const std::vector<LayerShape>& shapes,
-                                               const std::string& kv_type,
-                                               const ImportanceSettings& importance, int n_sinks,
-                                               int recent_window, int max_tokens, int max_entries,
-                                               const std::vector<int>& budgets, bool live,
-                                               const std::vector<InputArray<float>>& predictor) {
+// Ends a store without Python's lock: see without_gil.
+struct EndUnlocked {
+    void operator()(DeviceStore* store) const {
+        const py::gil_scoped_release release;
+        delete store;
+    }
+};
+using DeviceStoreHolder = std::unique_ptr<DeviceStore, EndUnlocked>;
+
+DeviceStoreHolder make_device_store(const std::shared_ptr<Devices>& devices, const GraphHook& hook,
+                                    const std::vector<LayerShape>& shapes,
+                                    const std::string& kv_type,
+                                    const ImportanceSettings& importance, int n_sinks,
+                                    int recent_window, int max_tokens, int max_entries,
+                                    const std::vector<int>& budgets, bool live,
+                                    const std::vector<InputArray<float>>& predictor) {
     std::vector<DeviceLayerSource> layers;
     if (shapes.size() != hook.nodes().size())
         throw std::invalid_argument("there must be a shape for every layer");
@@ -47,12 +55,20 @@ std::unique_ptr<DeviceStore> make_device_store(const std::shared_ptr<Devices>& d
     settings.protection = {n_sinks, recent_window};
     settings.max_tokens = max_tokens;
     settings.max_entries = max_entries;
-    return std::make_unique<DeviceStore>(devices, layers, settings, budgets, live);
+    return DeviceStoreHolder(
+        std::make_unique<DeviceStore>(devices, layers, settings, budgets, live).release());
 }
 
-// Lets other threads of Python run meanwhile, for functions that may wait for the thread that
-// decides.
+// Lets other threads of Python run meanwhile, as all functions do that may wait for the thread that
+// decides: that one waits for Python if a device is written in it.
 const py::call_guard<py::gil_scoped_release> without_gil;
+
+// Does the same for the part of a function that touches no objects of Python.
+template <typename Function>
+auto unlocked(Function function) {
+    const py::gil_scoped_release release;
+    return function();
+}
 
 void check_head(const DeviceStore& store, int layer, int head) {
     if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
@@ -69,7 +85,7 @@ auto of_head(Result (DeviceStore::*function)(int, int) const) {
     };
 }
 
-void register_states(py::class_<DeviceStore>& store) {
+void register_states(py::class_<DeviceStore, DeviceStoreHolder>& store) {
     store
         .def("state_bytes", of_head(&DeviceStore::state_bytes), py::arg("layer"),
              py::arg("kv_head"))
@@ -84,10 +100,7 @@ void register_states(py::class_<DeviceStore>& store) {
                     addresses.push_back(
                         reinterpret_cast<std::byte*>(PyBytes_AS_STRING(states.back().ptr())));
                 }
-                {
-                    const py::gil_scoped_release release;
-                    self.save_layer(layer, addresses);
-                }
+                unlocked([&] { self.save_layer(layer, addresses); });
                 return states;
             },
             py::arg("layer"))
@@ -104,7 +117,8 @@ void register_states(py::class_<DeviceStore>& store) {
             "load",
             [](DeviceStore& self, const std::vector<int>& counts,
                const std::vector<py::buffer>& states) {
-                self.load(counts, addresses_of<std::byte>(states));
+                const std::vector<std::byte*> addresses = addresses_of<std::byte>(states);
+                unlocked([&] { self.load(counts, addresses); });
             },
             py::arg("counts"), py::arg("states"));
 }
@@ -144,7 +158,7 @@ void register_device_store(py::module_& m) {
                                                       {"uploads", traffic.uploads},
                                                       {"downloads", traffic.downloads}};
         });
-    py::class_<DeviceStore> store(m, "DeviceStore");
+    py::class_<DeviceStore, DeviceStoreHolder> store(m, "DeviceStore");
     register_states(store);
     store
         .def(py::init(&make_device_store), py::arg("devices"), py::arg("hook"), py::arg("layers"),
@@ -158,15 +172,16 @@ void register_device_store(py::module_& m) {
                int n_sinks, int recent_window) {
                 DeviceStore::resize(stores, budgets, {n_sinks, recent_window});
             },
-            py::arg("stores"), py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"))
+            py::arg("stores"), py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"),
+            without_gil)
         .def("commit_step", &DeviceStore::commit_step, without_gil)
         .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
         .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"), without_gil)
-        .def("rotation_problem", &DeviceStore::rotation_problem, py::arg("ropes"))
+        .def("rotation_problem", &DeviceStore::rotation_problem, py::arg("ropes"), without_gil)
         .def("rebase", &DeviceStore::rebase, py::arg("ropes"), py::arg("n_sinks"),
-             py::arg("old_shift"), py::arg("new_shift"))
-        .def("release", &DeviceStore::release)
-        .def("acquire", &DeviceStore::acquire, py::arg("place"))
+             py::arg("old_shift"), py::arg("new_shift"), without_gil)
+        .def("release", &DeviceStore::release, without_gil)
+        .def("acquire", &DeviceStore::acquire, py::arg("place"), without_gil)
         .def("truncate", &DeviceStore::truncate, py::arg("position"), without_gil)
         .def(
             "positions",
@@ -179,7 +194,7 @@ void register_device_store(py::module_& m) {
             "importance",
             [](DeviceStore& self, int layer, int head) {
                 check_head(self, layer, head);
-                self.complete_ledger();
+                unlocked([&] { self.complete_ledger(); });
                 std::vector<float> importance = importance_of(self.ledger().head(layer, head));
                 for (float& value : importance)
                     value = self.ledger().settings().importance.score_of(value);
