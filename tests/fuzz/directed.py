@@ -76,7 +76,7 @@ def _recall_a_topic(folder: Path, options: dict[str, Any], length: int, n_querie
 
 
 def _told_apart(model: FuzzModel, n_queries: int) -> tuple[tuple[int, int], list[int]]:
-    """Return two tokens whose keys get the most different logits from some query tokens, and these.
+    """Return two tokens, and the query tokens from which the logits of their keys differ most.
 
     The query tokens attend mostly to the first of the two.
     """

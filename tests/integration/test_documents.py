@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_no_document_and_one_sentence(tiny_llama: Path, tmp_p
 
 
 def _die_while_saving(model: Path, path: Path, target: Path) -> None:
-    """Read a document, and kill the own process while the file `target` is saved."""
+    """Read a document, and kill this process while the file `target` is saved."""
     sync = system.sync
 
     def die(part: Path) -> None:

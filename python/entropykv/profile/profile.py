@@ -48,10 +48,10 @@ from entropykv.profile.ways import WayComparison
 class EntropyProfile:
     """Hold the mean attention entropy of every query head of one model.
 
-    `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
+    `n_layer`: the number of attention layers. `n_head`, `n_head_kv`: query heads and KV heads per
+    layer. `head_entropies` has shape (n_layer, n_head), in bits, float64, read-only. `n_ctx` is the
     context length in tokens that the profile was made for. `model` and `source` are free text.
-    `fingerprint`, `measurement`, `curves`, `predictor` and `comparison` are added by `entropykv
-    calibrate`.
+    `entropykv calibrate` adds `fingerprint`, `measurement`, `curves`, `predictor` and `comparison`.
     Raises ProfileError if a field has an impossible value.
     """
 

@@ -184,7 +184,9 @@ class ImagePrompt:
     """Hold the tokens of a prompt and its images; it must be kept until the tokens are read."""
 
     tokens: list[int]
+    """The tokens of the text, with placeholders, which are below -1, for each image."""
     images: tuple[ReadyImage, ...]
+    """The images, in the order of the text."""
 
 
 class Images:

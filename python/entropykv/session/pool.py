@@ -27,6 +27,7 @@ class PoolStats:
     kv_bytes_budget: int
     """The bytes that all conversations together can never exceed."""
     kv_bytes_now: int
+    """The bytes in use now."""
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_staging: int
@@ -44,6 +45,7 @@ class PoolStats:
     swapped_out: int
     """How many sessions are swapped out."""
     swapped_bytes: int
+    """The bytes that sessions which are swapped out take outside the pool."""
     waiting: int
     """How many sessions have tokens that wait to be read."""
     entries_kept: int

@@ -29,16 +29,18 @@ float32, and its product with minus infinity would not be finite.
 
 @dataclass(frozen=True)
 class Climb:
-    """Hold one climb of the ladder. `position`: how many tokens the text had when the climb was
-    decided. Entropies are in bits.
-    """
+    """Hold one climb of the recovery ladder."""
 
     position: int
+    """How many tokens the text had when the climb was decided."""
     rung: Rung
+    """The rung that is climbed to."""
     entropy: float
+    """The entropy of the distribution of the next token, in bits."""
     mean_entropy: float
     """The mean entropy of the earlier tokens, in bits."""
     top_probability: float
+    """The probability of the most probable next token."""
     restored: int = 0
     """How many entries of all KV heads were restored."""
 

@@ -50,15 +50,25 @@ class SessionStats:
     """
 
     model: str
+    """The model's name, or the name of its file."""
     store: str
+    """The store in use: headwise, device or flat."""
     policy: str
+    """The policy in use; for `auto`, the one that it stands for."""
     kv_type: str
+    """The type in which K and V are stored."""
     kv_budget: str
+    """The current budget, as a user types it."""
     n_ctx: int
+    """The most tokens of the text."""
     prompt_tokens: int
+    """How many tokens of prompts were read."""
     generated_tokens: int
+    """How many tokens were generated."""
     prompt_seconds: float
+    """Seconds spent reading prompts."""
     decode_seconds: float
+    """Seconds spent generating tokens."""
     kv_bytes_budget: int
     """The bytes that the pool (headwise), the entries (device) or the cache (flat) can never
     exceed.
@@ -66,6 +76,7 @@ class SessionStats:
     kv_bytes_peak: int
     """The most bytes that were in use."""
     kv_bytes_now: int
+    """The bytes in use now."""
     kv_bytes_full: int
     """The bytes that K and V of every token read or generated would take in f16, for every
     KV head.
@@ -92,6 +103,7 @@ class SessionStats:
     rebases: int
     """How often stored keys were rotated to positions within the trained context."""
     peak_rss_bytes: int
+    """The largest resident memory of the process so far."""
     products: dict[str, str] = field(default_factory=dict)
     """What computes products of weights, by the type of the weights in the file: the name of our
     kernels (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.

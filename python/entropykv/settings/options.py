@@ -51,8 +51,9 @@ def parse_bytes(text: str) -> int | None:
 class Budget:
     """Hold how much the KV cache may keep: a fraction of the context, tokens per KV head, or bytes.
 
-    In a pool of N conversations, a fraction refers to N contexts, so that it means the same for
-    each of them as for one alone; tokens and bytes are for all conversations together.
+    `value` is the fraction, from 0 to 1, or the number of tokens or bytes, as `kind` says. In a
+    pool of N conversations, a fraction refers to N contexts, so that it means the same for each of
+    them as for one alone; tokens and bytes are for all conversations together.
     """
 
     kind: Literal["fraction", "tokens", "bytes"]
