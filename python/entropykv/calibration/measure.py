@@ -73,10 +73,12 @@ class Extent:
 class CalibrationSettings:
     """Hold how much is read; the defaults are those of the BitNet document.
 
-    `rows`: one of entropykv.profile.parts.ROWS. The loss curves are measured in `curve_texts` texts
-    of `curve_length` tokens each; 0 texts measure none. The ways to use the profile are compared in
-    `compared_texts` others; with 0, policy auto will use its predictor only. Raises SettingsError,
-    naming the field.
+    Entropies are measured in `n_sequences` sequences of up to `max_length` tokens, which `seed`
+    chooses, over the attention rows that `rows` names, one of entropykv.profile.parts.ROWS. K and V
+    are stored as `kv_type` meanwhile. `n_threads` 0: the usable cores. The loss curves are measured
+    in `curve_texts` texts of `curve_length` tokens each; 0 texts measure none. The ways to use the
+    profile are compared in `compared_texts` others; with 0, policy auto will use its predictor
+    only. Raises SettingsError, naming the field.
     """
 
     n_sequences: int = 20

@@ -115,7 +115,8 @@ _READ_BYTES = 512 << 20  # Far more bytes than any CPU cache has.
 class BenchSettings:
     """Hold what is measured; lengths are in tokens, budgets are fractions of the length.
 
-    `no_flash`: also measure stock llama.cpp without flash attention.
+    `n_generate`: how many tokens follow a prompt in each of the `rounds`. `n_threads` 0: the usable
+    cores. `no_flash`: also measure stock llama.cpp without flash attention.
     """
 
     lengths: Sequence[int]
@@ -133,9 +134,10 @@ class BenchRow:
     """Hold the figures of one contestant at one length: tokens per second, and ratios to stock with
     flash attention.
 
-    `kv_bytes` and `eviction_share` (the share of total time that eviction took) are 0 for stock
-    llama.cpp. `products`: see SessionStats. `works`: the times of weights and of attention
-    separately. `disagreement`: by what share the slowest round took longer than the fastest.
+    `length`: of the prompt, in tokens. A ratio above 1 is faster than stock. `kv_bytes` and
+    `eviction_share` (the share of total time that eviction took) are 0 for stock llama.cpp.
+    `products`: see SessionStats. `works`: the times of weights and of attention separately.
+    `disagreement`: by what share the slowest round took longer than the fastest.
     """
 
     length: int
@@ -351,7 +353,9 @@ _LETTERS_PER_TOKEN = 3
 
 @dataclass(frozen=True)
 class DraftRow:
-    """Hold the figures of one task: speeds are medians in tokens per second."""
+    """Hold the figures of one task: `speed_without` and `speed_with` drafts are medians in tokens
+    per second, `drafted` and `accepted` count tokens.
+    """
 
     task: str
     speed_without: float

@@ -32,6 +32,7 @@ class Written:
     """Hold the tokens that were written, and the time of their decodes.
 
     The first token costs no decode, since its logits are given; the last one is not decoded.
+    `n_decoded` tokens took `seconds`.
     """
 
     tokens: list[int]

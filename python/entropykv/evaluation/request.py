@@ -36,7 +36,11 @@ from entropykv.llamacpp.model import Model
 class EvalRequest:
     """Hold the parts of an evaluation that a user asked for; lengths are in tokens.
 
-    `continuation` 0, `passkeys` 0 and an empty list of questions each leave out one part.
+    `continuation` and `greedy`: how many tokens are predicted, and written, after each prompt;
+    `inside`: the budget does not grow for them. `passkey_tokens`, `facts_per_text`: the length of a
+    passage with planted facts, and their number. `max_tokens`: the most of an answer to one of the
+    `questions`, whose prompts follow `prompt_template`. `continuation` 0, `passkeys` 0 and an empty
+    list of questions each leave out one part.
     """
 
     texts: Sequence[EvaluationText] = ()

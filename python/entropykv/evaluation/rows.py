@@ -19,8 +19,10 @@ class EvalRow:
     """Hold the figures of one contestant over all its items; None: not measured, or not defined for
     stock.
 
-    Bytes are those after the prompts of the continuations if there are any, speeds are tokens per
-    second.
+    `kl`: the mean KL divergence from the full cache, in nats per token; `kl_worst`: that of the
+    worst text. `perplexity_ratio`: relative to the full cache. `top1`, `greedy_equal` and `recall`
+    are shares, and `rouge...` F1, from 0 to 1. Bytes are those after the prompts of the
+    continuations if there are any, speeds are tokens per second.
     """
 
     policy: str

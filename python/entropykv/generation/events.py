@@ -29,6 +29,7 @@ class PromptRead:
     """Tell that the prompt was read, so that the answer follows."""
 
     n_tokens: int
+    """How many tokens the prompt has."""
     n_cached: int
     """How many tokens of the prompt had been read before."""
     seconds: float
@@ -46,8 +47,9 @@ class AnswerPiece:
     text: str
     """The text as it was written, with thoughts and their tags."""
     thought: str = ""
+    """The part of the text that is a thought."""
     answer: str = ""
-    """The part of the text that is the answer; `thought` is the part that is a thought."""
+    """The part of the text that is the answer."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """The log probabilities of the tokens whose texts begin in `text`, if they were requested."""
     n_thought: int = 0
@@ -59,6 +61,7 @@ class Ended:
     """Tell that the answer is complete."""
 
     reason: Reason
+    """Why the answer ends, in OpenAI's words."""
     n_tokens: int
     """How many tokens were written, without one that ends a text."""
     n_thought: int | None

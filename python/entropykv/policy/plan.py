@@ -58,6 +58,7 @@ class HeadwisePlan:
     budgets: tuple[tuple[int, ...], ...]
     """The entries of each KV head, as [layer][KV head]."""
     mean_entries: int
+    """The mean budget of a KV head, in entries."""
     floor_entries: int
     """The fewest entries that a KV head may get."""
     entries_per_page: tuple[int, ...]
@@ -65,8 +66,11 @@ class HeadwisePlan:
     limits: tuple[int, ...]
     """How many entries each KV head can use: the whole context, or a window."""
     protection: ProtectedEntries
+    """The entries that are protected in every KV head."""
     pool_pages: int
+    """How many pages the pool has."""
     page_bytes: int
+    """The bytes of a page."""
     longest: int
     """The length in tokens of the longest text that the plan is made for."""
 
