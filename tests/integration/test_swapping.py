@@ -256,9 +256,69 @@ def test_idle_conversations_stay_in_the_pool_while_there_is_room(
         assert_equal(found, expected)
 
 
+def swaps(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows with every sequence that is swapped out."""
+    shared, found = pool.runner.shared, []
+    vacate = shared._vacate
+
+    def note(slot: object) -> None:
+        found.append(slot)
+        vacate(slot)
+
+    monkeypatch.setattr(shared, "_vacate", note)
+    return found
+
+
+@pytest.mark.parametrize("policy", ["uniform", "adaptive"])
+def test_nobody_is_swapped_out_while_all_texts_have_room(
+    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither when it has been idle, nor for another one that needs a place."""
+    options: dict[str, Any] = {"kv_budget": 2 * N_CTX, "policy": policy, "checkpoints": 0}
+    with pool_of(model, n_sequences=3, **options) as pool:
+        swapped = swaps(pool, monkeypatch)
+        sessions = [pool.session() for _ in range(4)]
+        rows = [written(s, p, 2) for s, p in zip(sessions[:3], PROMPTS, strict=False)]
+        again = [
+            written(s, [int(row[-1].argmax())], 3)
+            for s, row in zip(sessions[:3], rows, strict=True)
+        ]
+        assert [session.cache.is_live for session in sessions] == [True] * 3 + [False]
+        assert swapped == []
+        written(sessions[3], PROMPTS[3], 1)  # There are three places.
+        assert [session.cache.is_live for session in sessions] == [False, True, True, True]
+        assert len(swapped) == 1
+    for prompt, first, second in zip(PROMPTS, rows, again, strict=False):
+        with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy=policy) as single:
+            assert_equal([*first, *second], written(single.session(), prompt, 6))
+
+
+@pytest.mark.parametrize("policy", ["uniform", "adaptive"])
+def test_an_idle_conversation_is_swapped_out_before_it_would_lose_entries(
+    model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was room for both, until the other one has grown."""
+    options: dict[str, Any] = {"kv_budget": N_CTX, "policy": policy, "checkpoints": 0}
+    with pool_of(model, n_sequences=2, **options) as pool:
+        swapped = swaps(pool, monkeypatch)
+        first, second = pool.session(), pool.session()
+        rows = written(first, PROMPTS[2], 1)
+        found = written(second, PROMPTS[4], 1)
+        assert swapped == []
+        for _ in range(5):
+            found += written(second, [int(found[-1].argmax())], 39)
+        assert swapped == [first._slot]
+        assert (first.cache.evicted, second.cache.evicted) == (0, 0)
+        rows += written(first, [int(rows[-1].argmax())], 3)
+        assert first.cache.evicted == 0
+    for prompt, expected in ((PROMPTS[2], rows), (PROMPTS[4], found)):
+        with pool_of(model, n_sequences=1, kv_budget=N_CTX, policy=policy) as single:
+            assert_equal(expected, written(single.session(), prompt, len(expected) - 1))
+
+
 def test_who_was_used_least_recently_leaves_first(model: Path) -> None:
     options: dict[str, Any] = {"kv_budget": N_CTX, "checkpoints": 0}
-    with pool_of(model, n_sequences=4, **options) as pool:
+    with pool_of(model, n_sequences=1, **options) as pool:
         sessions = [pool.session() for _ in range(3)]
         for index in (0, 1, 2, 0):
             written(sessions[index], PROMPTS[3], 1)

@@ -48,8 +48,6 @@ class Shares(ABC):
 
     keeps_places: bool = False
     """True if a sequence is live from the start and never gives up its place."""
-    grow_by_leaving: bool = False
-    """True if the other sequences get the share of one that is swapped out."""
 
     @abstractmethod
     def are_possible(self, slots: Sequence[SequenceSlot], budget: Budget | None = None) -> bool:
@@ -69,6 +67,13 @@ class Shares(ABC):
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: B027
         """Prepare for the expected growth of a sequence's text."""
+
+    def hold_all_whole(self, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
+        """Tell whether no sequence would keep more of its text if another one were swapped out.
+
+        By default, the share of a sequence does not depend on others.
+        """
+        return True
 
     @abstractmethod
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
@@ -165,8 +170,6 @@ class EqualPlaces(Shares):
 class PageShares(Shares):
     """Divide the pages of a pool by what its sequences need; see policy/division.py."""
 
-    grow_by_leaving = True
-
     def __init__(
         self, core: _core.SequencePool, config: ResolvedConfig, layers: Sequence[_core.LayerShape]
     ) -> None:
@@ -242,6 +245,10 @@ class PageShares(Shares):
             self._core.set_pages(pages)
         self.give(slots)
         self._core.set_pages(pages)
+
+    def hold_all_whole(self, slots: Sequence[SequenceSlot]) -> bool:
+        """Tell whether the pages hold the whole expected texts of all sequences."""
+        return sum(self._pages_for(self._length(slot)) for slot in slots) <= self._pages
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:
         """Tell whether give() would let a sequence keep its whole text."""
@@ -469,10 +476,10 @@ class SharedPool:
         return any(not each.is_idle(now) for each in self.live if each is not slot)
 
     def make_live(self, slot: SequenceSlot, now: float) -> None:
-        """Give a sequence a share: first swap out sequences that are idle now, then shrink the
-        shares of all. Raises PoolError if that does not make room.
+        """Give a sequence a share: first swap out sequences that are idle now, if not all texts
+        have room, then shrink the shares of all. Raises PoolError if that does not make room.
         """
-        full = self._swap_out_idle(now)
+        full = self._swap_out_idle(slot, now)
         while not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
             if full is None or not self.let_go():
                 self.share()
@@ -480,7 +487,7 @@ class SharedPool:
                     f"the pool holds {len(self.live)} conversations, and no more; wait for the end "
                     "of one, or give it more bytes (kv_budget) and sequences (n_sequences)"
                 )
-            full = self._swap_out_idle(now)
+            full = self._swap_out_idle(slot, now)
         # The least number is taken, because sequences with neighbouring places can attend together
         # on a device.
         number = min(self._free_numbers)
@@ -497,14 +504,16 @@ class SharedPool:
             self.share()
             raise
 
-    def _swap_out_idle(self, now: float) -> PoolError | None:
-        """Swap out idle sequences while others can use their places. Returns the error that ended
-        this early, or None.
+    def _swap_out_idle(self, slot: SequenceSlot, now: float) -> PoolError | None:
+        """Swap out other sequences that are idle until there is a place for this one and room for
+        the whole texts of all that are live. So no idle sequence loses entries to one that reads.
+        Returns the error that ended this early, or None.
         """
         for each in self._idle(now):
-            if self._free_numbers and not self._shares.grow_by_leaving:
+            has_place = slot.live or bool(self._free_numbers)
+            if has_place and self._shares.hold_all_whole(list({slot, *self.live})):
                 break
-            if not self._is_waiting(each):
+            if each is not slot and not self._is_waiting(each):
                 try:
                     self._swap_out(each)
                 except PoolError as error:
@@ -586,12 +595,25 @@ class SharedPool:
         self._shares.give(self.live)
 
     def note_growth(self, slot: SequenceSlot) -> None:
-        """Prepare for the expected growth of a live sequence's text, which may evict entries."""
+        """Prepare for the expected growth of a live sequence's text, which may evict entries; those
+        that are idle are swapped out before they lose any.
+        """
+        self._make_way(slot)
         self._shares.note_growth(slot, self.live)
 
     def holds_whole(self, slot: SequenceSlot) -> bool:
-        """Tell whether a live sequence's share will hold its whole expected text."""
+        """Tell whether a live sequence's share will hold its whole expected text, once idle
+        sequences have made room for it.
+        """
+        self._make_way(slot)
         return self._shares.hold_whole(slot, self.live)
+
+    def _make_way(self, slot: SequenceSlot) -> None:
+        """Swap out idle sequences if a live one becomes longer than the shares have planned for, as
+        far as there is room to swap them to.
+        """
+        if slot.expected > slot.shared_for and not self._shares.hold_all_whole(self.live):
+            self._swap_out_idle(slot, time.monotonic())
 
     def note_losses(self, slots: Sequence[SequenceSlot]) -> None:
         """Share again if prompts have shown what their sequences lose with fewer pages."""
