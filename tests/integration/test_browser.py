@@ -23,9 +23,6 @@ from tests.support.tiny_models import write_llama
 pytestmark = pytest.mark.browser
 DEMO = shipped.DEMOS["bitnet"]
 CONTEXT: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
-ENDED = "/v1/kv/text"
-"""The route that may answer 404: the page asks for the text of a conversation that has just ended.
-"""
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 GONE = "net::ERR_"
 REFUSED = "status of 401"
@@ -101,7 +98,7 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
         page.finished()
         assert figures(running)["prompt_tokens"] - read < 60
         assert not page.findings()
-        page.check(ENDED)
+        page.check()
 
 
 @pytest.mark.parametrize("policy", ["auto", "streaming"])
@@ -122,7 +119,7 @@ def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
         assert page.answers()[0]
         said = page.page.locator(".passages").inner_text()
         assert "does not measure what an answer looks at" in said
-        page.check(ENDED)
+        page.check()
 
 
 def squeezed(text: str) -> str:
@@ -223,7 +220,7 @@ def test_settings_and_files_given_before_the_server_has_said_its_own_are_kept(
         page.page.get_by_role("button", name="Settings").click()
         assert page.page.get_by_label("Longest answer").input_value() == "4"
         assert page.page.get_by_label("System prompt").input_value() == "Be short."
-        page.check(ENDED)
+        page.check()
 
 
 def test_two_conversations_outlive_a_reload(page: Watched) -> None:
@@ -290,6 +287,33 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
     shaded.nth(100).wait_for(state="attached")  # The text is shown after the map of the cache.
     shaded.nth(3).click()
     page.page.locator(".t.pointed").wait_for()
+
+
+def test_the_text_of_a_conversation_that_has_just_ended_is_asked_for_once(
+    page: Watched, server: Server
+) -> None:
+    """The pictures stay as they were before the end, and the server answers as it does after it."""
+    page.settings(Longest_answer=4)
+    page.ask("The old garden")
+    page.finished()
+    sent = dict(events(server, most=2))
+    (holder,) = sent["kv"]["conversations"]
+    last = {**sent["kv"], "conversations": [{**holder, "id": "9"}], "map": None}
+    looks = page.shows_instead(sent["model"], [last])
+    asked: list[str] = []
+
+    def ask_for_one_that_has_ended(route: Any) -> None:
+        asked.append(route.request.url)
+        route.continue_()
+
+    page.page.route("**/v1/kv/text*", ask_for_one_that_has_ended)
+    page.page.reload()
+    page.page.get_by_role("heading", name="Text of a conversation that has ended").wait_for()
+    seen = len(looks)
+    while len(looks) < seen + 2:  # Each look gives the page a picture, which it used to answer.
+        page.page.wait_for_event("response", lambda response: "kv/stream" in response.url)
+    assert len(asked) == 1
+    assert "conversation=9" in asked[0]
 
 
 def test_the_map_keeps_its_place_where_the_page_changes(page: Watched) -> None:

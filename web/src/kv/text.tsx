@@ -1,6 +1,7 @@
 // Shows the text of a conversation; the more KV heads hold a token, the stronger is its shade.
 import type { JSX } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { ApiError } from "../api";
 import { useStore } from "../store";
 import { type HeldText, heldText, picture } from "./stream";
 
@@ -23,6 +24,10 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
   const position = now?.conversations.find((each) => each.id === conversation)?.position ?? 0;
   const [first, setFirst] = useState<number | null>(null);
   const [text, setText] = useState<HeldText | null>(null);
+  // The conversation had ended when it had this position. It is asked for again if it reads on: with
+  // replicas, another one may have answered.
+  const [endedAt, setEndedAt] = useState<number | null>(null);
+  const ended = endedAt === position;
   const asked = useRef(0);
   const scroller = useRef<HTMLDivElement>(null);
 
@@ -33,17 +38,21 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
   }, [at]);
   const begin = first ?? Math.max(0, Math.floor((position - 1) / TOKENS) * TOKENS);
   useEffect(() => {
+    if (ended) return;
     const controller = new AbortController();
     const wait = Math.max(0, asked.current + PAUSE_MS - performance.now());
     const timer = setTimeout(() => {
       asked.current = performance.now();
-      heldText(conversation, begin, TOKENS, controller.signal).then(setText, () => undefined);
+      heldText(conversation, begin, TOKENS, controller.signal).then(setText, (error) => {
+        // The picture is older than the answer, and the next one no longer has the conversation.
+        if (error instanceof ApiError && error.status === 404) setEndedAt(position);
+      });
     }, wait);
     return () => {
       clearTimeout(timer);
       controller.abort();
     };
-  }, [conversation, begin, now]);
+  }, [conversation, begin, now, ended]);
   useEffect(() => {
     const element = scroller.current;
     element?.querySelector(".pointed")?.classList.remove("pointed");
@@ -78,9 +87,11 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
     <section class="held-text" aria-label="Text, shaded by how much of it is held">
       <header>
         <h3>
-          {text?.swapped_out
-            ? "Text of what is swapped out"
-            : "Text, shaded by how many heads hold it"}
+          {ended
+            ? "Text of a conversation that has ended"
+            : text?.swapped_out
+              ? "Text of what is swapped out"
+              : "Text, shaded by how many heads hold it"}
         </h3>
         <span class="range">
           {text && text.texts.length > 0

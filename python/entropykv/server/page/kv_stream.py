@@ -315,8 +315,12 @@ def held_tokens(
         sessions = conversations(model, user)
         session = next(iter(sessions.values()), None) if name is None else sessions.get(name)
         if session is None:
-            which = "yet" if name is None else f"{name!r}"
-            raise RequestError(404, f"there is no conversation {which}; see /v1/kv/stream")
+            what = (
+                "no conversation has read anything yet"
+                if name is None
+                else f"there is no conversation {name!r}: it has ended, or never was"
+            )
+            raise RequestError(404, f"{what}; /v1/kv/stream shows those that there are")
         return _held_tokens(session, first, count)
 
 
