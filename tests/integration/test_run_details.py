@@ -218,7 +218,11 @@ def test_a_budget_beyond_the_memory_is_said(
     )
 
 
-def test_a_name_of_the_hub_is_pointed_to_hf() -> None:
+def test_a_name_of_the_hub_is_pointed_to_hf(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # Nothing of such a name lies there, or beside it.
     for name in ("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "user/some.model:Q8_0"):
         assert_refused(entropykv("plan", "-m", name), "no such file", f"with -hf {name}")
     for path in ("models/none.gguf", "/models/none", "none.gguf", "../a/b"):

@@ -22,6 +22,7 @@ from entropykv.server.dialects.fields import MOST_VALUES, check_values
 from entropykv.server.dialects.llama_server_routes import DetokenizeRequest
 from entropykv.server.dialects.requests import CompletionRequest
 from entropykv.server.dialects.responses import ResponsesRequest
+from entropykv.server.engine import admission as admission_module
 from entropykv.server.engine import engine as engine_module
 from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.answering import Answering
@@ -302,15 +303,20 @@ def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_seconds_of_a_request_go_by_while_it_waits() -> None:
-    engine = engine_of(request_seconds=0.2)
-    release = threading.Event()
+    engine = engine_of(request_seconds=60)
+    begun, release = threading.Event(), threading.Event()
+
+    def answer(_: Any) -> None:
+        begun.set()
+        assert release.wait(60)
 
     async def two() -> None:
-        slow = Job(lambda _: release.wait(60), None, None, arrival=time.monotonic() + 60)
+        slow = Job(answer, None, None, arrival=time.monotonic() + 3600)
         first = asyncio.ensure_future(engine.generate_all([slow]))
-        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(begun.wait, 60)
+        late = Job(lambda _: None, None, None, arrival=time.monotonic() - 61)
         with pytest.raises(RequestError) as caught:
-            await engine.generate_all([Job(lambda _: None, None, None)])
+            await engine.generate_all([late])
         assert caught.value.status_code == 504
         # The first request is still running, so that the second one had to wait for it.
         assert engine.running
@@ -352,12 +358,22 @@ def piece(body: bytes, *, more: bool = False) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": more}
 
 
-async def status_of(app: Any, asked: dict[str, Any], *messages: dict[str, Any]) -> int:
-    """Return the status of an ASGI app's answer; the client sends nothing after the messages."""
+async def status_of(
+    app: Any,
+    asked: dict[str, Any],
+    *messages: dict[str, Any],
+    waits: asyncio.Event | None = None,
+) -> int:
+    """Return the status of an ASGI app's answer; the client sends nothing after the messages.
+
+    `waits` is set once the app waits for more.
+    """
     rest, seen = list(messages), []
 
     async def receive() -> dict[str, Any]:
         if not rest:
+            if waits is not None:
+                waits.set()
             await asyncio.sleep(3600)
         return rest.pop(0)
 
@@ -404,8 +420,10 @@ def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     app = Bodies(turns, engine.admission)
 
     async def both() -> None:
-        slow = asyncio.ensure_future(status_of(app, scope(), piece(b"{", more=True)))
-        await asyncio.sleep(0.05)
+        waits = asyncio.Event()
+        begin = piece(b"{", more=True)
+        slow = asyncio.ensure_future(status_of(app, scope(), begin, waits=waits))
+        await waits.wait()
         assert await asyncio.wait_for(status_of(app, scope(), piece(b"{}")), 60) == 200
         slow.cancel()
 
@@ -430,7 +448,7 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
 
     async def three() -> None:
         first = asyncio.ensure_future(status_of(turns, scope(), piece(b"1")))
-        await asyncio.sleep(0.05)
+        await until(lambda: inside)
         third = asyncio.ensure_future(status_of(turns, scope(), piece(b"3")))
         gone = status_of(turns, scope(), piece(b"2"), {"type": "http.disconnect"})
         assert await asyncio.wait_for(gone, 60) == 499
@@ -443,14 +461,15 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("limits", [{"max_waiting": 1}, {"request_seconds": 0.3}])
+@pytest.mark.parametrize("limits", [{"max_waiting": 1}, {"request_seconds": 60}])
 def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(
     tmp_path: Path, limits: dict[str, float]
 ) -> None:
     engine = engine_of(**limits)
-    release = asyncio.Event()
+    begun, release = asyncio.Event(), asyncio.Event()
 
     async def slow(_: Any, __: Any, send: Any) -> None:
+        begun.set()
         await release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -460,14 +479,17 @@ def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(
     app = Bodies(turns, engine.admission)
 
     async def three() -> None:
-        first, second = (
-            asyncio.ensure_future(status_of(app, scope(), piece(b"{}"))) for _ in range(2)
-        )
-        await asyncio.sleep(0.05)
+        first = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
+        await begun.wait()
         if "max_waiting" in limits:
+            second = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
+            await until(lambda: turns._waiting[None] == 2)
             assert await status_of(app, scope(), piece(b"{}")) == 429
             release.set()
-        assert await second == (200 if "max_waiting" in limits else 504)
+            assert await second == 200
+        else:
+            late = {**scope(), admission_module._ARRIVAL: time.monotonic() - 61}
+            assert await status_of(app, late, piece(b"{}")) == 504
         release.set()
         assert await first == 200
 
