@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from entropykv.cli import main
 from tests.architectures import MODELS
 from tests.support import plain_memory_device
 from tests.support.command import python
@@ -196,6 +197,34 @@ def test_auto_takes_headwise_where_llama_cpp_attends_on_the_cpu_anyway(
     assert found["store"] == store
     assert (found["fallback"] is None) == (store == "headwise")
     assert (found["on_host"] is None) == (store == "headwise")
+
+
+ASK = """
+import json, sys
+from tests.support.refusing_device import RefusingDevice
+device = RefusingDevice([], [], [])
+from entropykv.cli import main
+sys.exit(main(json.loads(sys.argv[1])))
+"""
+
+
+def test_a_document_whose_policy_no_device_can_follow_is_asked_on_the_cpu(
+    llama: Path, tmp_path: Path
+) -> None:
+    """`-ngl 0` is the way out that is named; the flat store, which is tried last, has none."""
+    text, document = tmp_path / "text.txt", tmp_path / "book.kv"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 6, encoding="utf-8")
+    model = ["-m", str(llama), "-t", "1"]
+    cache = ["--policy", "adaptive", "-c", "512", "-o", str(document)]
+    assert main(["read", str(text), *model, *cache]) == 0
+    question = ["run", *model, "--document", str(document), "-p", "who?", "-n", "4"]
+    options: dict[str, Any] = {"cwd": ROOT, "code": 2}
+    refused = python(ASK, json.dumps([*question, "-ngl", "99"]), **options)
+    assert "the device store cannot follow policy adaptive" in refused.stderr
+    assert "on the CPU (-ngl 0)" in refused.stderr
+    freezes = [*question, "-ngl", "99", "--freeze", "ram"]
+    assert "on the CPU (-ngl 0" in python(ASK, json.dumps(freezes), **options).stderr
+    python(ASK, json.dumps([*question, "-ngl", "0"]), cwd=ROOT)
 
 
 def test_conversations_of_a_pool_attend_there_too(llama: Path) -> None:

@@ -196,7 +196,7 @@ def _check_device(policy: Policy, predictor: ScorePredictor | None) -> None:
         raise SettingsError(
             f"the device store cannot follow policy {policy.name}; use --policy uniform, profile, "
             "entropy, recency or streaming, with measure mass, attention or predicted, also with "
-            "+values or +predicted, or --store headwise"
+            "+values or +predicted, or --store headwise with all layers on the CPU (-ngl 0)"
         )
     if importance.predicts and predictor is None:
         raise SettingsError(

@@ -107,7 +107,12 @@ class StoreFactory:
             return self._try(on_host, budget)
         if options.in_pool and not asked.freezing:
             raise refusal
-        return self._try(asked.on_flat_store(str(refusal)), budget)
+        try:
+            flat = asked.on_flat_store(str(refusal))
+        except SettingsError as error:
+            # The flat store does not know the way out of what the device store refuses.
+            raise (refusal if isinstance(refusal, SettingsError) else error) from None
+        return self._try(flat, budget)
 
     def _try(self, config: ResolvedConfig, budget: Budget) -> Store:
         """Make the store of a config in a context of its own."""

@@ -29,6 +29,9 @@ from entropykv.profile.predictor import ScorePredictor
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Pooled, Store, StoreFacts
 
+ATTENTION_ON_DEVICE = "its attention is offloaded to a device"
+"""Why the headwise store cannot serve layers on a device, as GraphHook.refusal says it."""
+
 
 def refuse_by_kind(model: Model, store: str = "headwise") -> None:
     """Raise UnsupportedModelError for kinds of models that the store cannot serve and that cannot
@@ -114,9 +117,14 @@ def check_config(
 
 def unsupported(model: Model, why: str, store: str) -> UnsupportedModelError:
     """Return the error for a model that a store cannot serve."""
+    way_out = "use --store flat (store='flat'), which serves any model"
+    if why == ATTENTION_ON_DEVICE:
+        way_out = (
+            "leave all layers on the CPU (-ngl 0, n_gpu_layers=0), or use --store device "
+            "(store='device')"
+        )
     return UnsupportedModelError(
-        f"{model.name}: the {store} store cannot serve this model: {why}; use --store flat "
-        "(store='flat'), which serves any model"
+        f"{model.name}: the {store} store cannot serve this model: {why}; {way_out}"
     )
 
 
