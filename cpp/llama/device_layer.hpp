@@ -85,7 +85,7 @@ struct DeviceHead {
     void keep_staged();
     // Replaces the entries, and removes the tokens of the micro-batch.
     void hold(const std::vector<std::int32_t>& of_entries);
-    // Does what hold() does if the first n rows have their positions already.
+    // Does what hold() does, for entries that are the first n rows, in their order.
     void hold_first(int n);
     // Records that the entry of row `from` must be moved to row `to`.
     void move(int from, int to);

@@ -705,7 +705,7 @@ class HeadwiseStore:
 
         It is 0 where what drafts change cannot be undone: where entries freeze, losses, entropies
         or queries are recorded, the heads of a layer choose together, or a layer has several
-        readers.
+        readers. It is smaller than `wanted` where a layer with a sliding window would evict.
         """
 
     def settle_drafts(self, n_accepted: int) -> None:
@@ -1068,7 +1068,10 @@ class DeviceStore:
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:
-        """Return how many drafts may follow the token at `position`, at most `wanted`."""
+        """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
+        let
+        nothing be evicted, and no query count towards importance, before they are settled.
+        """
 
     def commit_step(self) -> None:
         """Store the entries of a micro-batch that was read, and evict what budgets cannot hold. A

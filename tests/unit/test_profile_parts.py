@@ -172,8 +172,8 @@ def test_damaged_parts_are_named(path: str, value: Any, message: str) -> None:
     [("mass+values+echo", "mass+values+predicted"), ("reconstruct", "predicted")],
 )
 def test_names_of_earlier_versions_mean_what_is_predicted(earlier: str, now: str) -> None:
-    """Names in files of earlier versions, which meant a second reading, mean predictions of it
-    now.
+    """Names of importance in files of earlier versions stand for predictions of what a second
+    reading of the text would show.
     """
     curves = EntropyProfile.from_dict(changed("curves.importance", earlier), "here").curves
     assert curves is not None

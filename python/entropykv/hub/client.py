@@ -336,7 +336,8 @@ def _clear_errors(repo: str) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise HubError(_disk_error(repo, error)) from None
-    except ValueError as error:  # Only hf_xet can download the file, for example.
+    # For example, hf_xet is missing, and only it can download the file.
+    except ValueError as error:
         raise HubError(f"{repo}: {reason_of(error)}") from None
 
 

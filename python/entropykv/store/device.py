@@ -334,7 +334,9 @@ class DeviceStore(KvHeadStore):
         return None if self._config.n_ubatch == 1 else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
-        """Return how many drafts may follow a token: only as long as nothing else would change."""
+        """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
+        move no keys to other positions, evict nothing, and count towards no importance.
+        """
         wanted = min(wanted, self._config.n_ubatch - 1)
         wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         return self._store.most_drafts(position, wanted)

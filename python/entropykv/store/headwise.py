@@ -262,10 +262,8 @@ class HeadwiseStore(KvHeadStore):
         return None if none else self
 
     def most_drafts(self, position: int, wanted: int) -> int:
-        """Return how many drafts may follow a token: only as long as nothing else would change.
-
-        Where keys must be moved to other positions, or budgets be shared again, a single token is
-        read first.
+        """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
+        move no keys to other positions, change no budgets, and can be undone.
         """
         wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
         wanted = self.sharing.most_drafts(position, wanted)
