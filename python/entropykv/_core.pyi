@@ -1069,8 +1069,7 @@ class DeviceStore:
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
-        let
-        nothing be evicted, and no query count towards importance, before they are settled.
+        evict nothing, and let no query count towards importance, before they are settled.
         """
 
     def commit_step(self) -> None:

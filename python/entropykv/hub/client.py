@@ -336,8 +336,7 @@ def _clear_errors(repo: str) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise HubError(_disk_error(repo, error)) from None
-    # For example, hf_xet is missing, and only it can download the file.
-    except ValueError as error:
+    except ValueError as error:  # For example, the file needs hf_xet, which is not installed.
         raise HubError(f"{repo}: {reason_of(error)}") from None
 
 
