@@ -24,8 +24,15 @@ from pathlib import Path
 from entropykv import Pool, Session
 from entropykv.evaluation.bench import BenchSettings, bench
 from entropykv.llamacpp.stock import StockSession
-from inputs import BITNETS, FILE_TYPES, bitnet_shape, find_model, random_bitnet, requantise
-from memory import resident
+from inputs import (
+    BITNETS,
+    FILE_TYPES,
+    bitnet_shape,
+    find_model,
+    memory_mib,
+    random_bitnet,
+    requantise,
+)
 
 PROMPT = list(range(100, 132))
 WRITTEN = 24
@@ -61,7 +68,7 @@ def _load(pipe: Connection, path: Path, threads: int, stock: bool) -> None:
     else:
         opened = Session(path, n_ctx=512, n_threads=threads)
     opened.decode(PROMPT)
-    pipe.send(resident())
+    pipe.send(memory_mib())
 
 
 def memory(path: Path, threads: int, *, stock: bool) -> float:

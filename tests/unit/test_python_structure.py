@@ -111,6 +111,59 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
     return sorted(name for name, others in reached.items() if name in others)
 
 
+PROGRAMS = sorted(
+    file for name in ("benchmarks", "calibration", "examples") for file in (ROOT / name).rglob("*.py")
+)
+"""The programs beside the package, which nobody imports: a name that went away shows when somebody
+runs them.
+"""
+
+
+def file_of(module: str, importer: Path) -> Path | None:
+    """Return the file of a module of this project that a program imports, or its stub, if it has
+    one; None for other modules.
+    """
+    for root in (importer.parent, ROOT, PACKAGE.parent):
+        path = root.joinpath(*module.split("."))
+        for stem, suffix in itertools.product((path, path / "__init__"), (".pyi", ".py")):
+            file = stem.with_name(stem.name + suffix)
+            if file.is_file():
+                return file
+    return None
+
+
+def defined_in(file: Path) -> set[str]:
+    """Return the names that a module defines or imports outside of functions, and the modules of a
+    package.
+    """
+    names = {path.stem for path in file.parent.glob("*")} if file.stem == "__init__" else set()
+    nodes = list(ast.parse(file.read_text(encoding="utf-8")).body)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If | ast.Try):
+            nodes += [*node.body, *node.orelse]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        else:
+            names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return names
+
+
+@pytest.mark.parametrize("file", PROGRAMS, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_a_program_imports_only_names_that_are_there(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+            continue
+        source = file_of(node.module, file)
+        if source is None:
+            assert node.module.split(".")[0] not in {"entropykv", "benchmarks"}, node.module
+            continue
+        missing = {alias.name for alias in node.names} - defined_in(source)
+        assert not missing, f"{node.module} lacks {', '.join(sorted(missing))}"
+
+
 def test_no_modules_import_each_other() -> None:
     """No modules import each other in a circle, which could not be read from a beginning."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
