@@ -88,7 +88,8 @@ def test_what_was_learnt_is_listed_and_removed(
     assert Path(row["path"]).parent == learnt_folder
     assert main(["models", "--learnt"]) == 0
     assert (
-        f"{row['model']}: learnt from {row['n_tokens']} tokens (r = 0." in capsys.readouterr().out
+        f"{row['model']}: learnt from {row['n_tokens']} tokens of 1 text (predictions and "
+        "look-ups correlate by 0." in capsys.readouterr().out
     )
     assert main(["models", "--learnt", "--remove", "another"]) == 1
     assert "nothing was learnt of another" in capsys.readouterr().err

@@ -112,7 +112,9 @@ def circles(imports: dict[str, set[str]]) -> list[str]:
 
 
 PROGRAMS = sorted(
-    file for name in ("benchmarks", "calibration", "examples") for file in (ROOT / name).rglob("*.py")
+    file
+    for name in ("benchmarks", "calibration", "examples")
+    for file in (ROOT / name).rglob("*.py")
 )
 """The programs beside the package, which nobody imports: a name that went away shows when somebody
 runs them.

@@ -84,7 +84,7 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _list_local(*, as_json: bool) -> None:
-    """Print the models that packages bring, and on stderr how they are named and what is missing."""
+    """Print the models that packages bring; on stderr, how they are named and which is missing."""
     models = local_models()
     rows = [_describe(model) for model in models]
     print(json.dumps(rows, indent=2) if as_json else "\n\n".join(map(_text, rows)))
@@ -363,9 +363,10 @@ def _learnt_row(file: LearntFile) -> dict[str, Any]:
 def _learnt_text(row: dict[str, Any]) -> str:
     if "damage" in row:
         return f"{row['damage']}; it is learnt again, or remove it"
-    r = row["correlation"]
-    quality = "not tested yet" if r is None else f"r = {r:.2f}"
-    state = "" if row["complete"] else ", more texts improve it"
+    r, n_texts = row["correlation"], row["n_texts"]
+    quality = "not tested yet" if r is None else f"predictions and look-ups correlate by {r:.2f}"
+    state = "" if row["complete"] else "; more texts improve it"
     return (
-        f"{row['model']}: learnt from {row['n_tokens']} tokens ({quality}{state})\n  {row['path']}"
+        f"{row['model']}: learnt from {row['n_tokens']} tokens of {n_texts} "
+        f"text{'s' * (n_texts != 1)} ({quality}{state})\n  {row['path']}"
     )

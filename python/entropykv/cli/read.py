@@ -261,7 +261,7 @@ def add_read(commands: argparse._SubParsersAction[CommandParser]) -> None:
     parser.show_first(
         *("-o", "--each", "--out", "--show", "-m", "-hf", "-sys", "-c", "--kv-budget", "--policy"),
         *("-t", "-ngl"),
-        example="entropykv read book.txt -m model.gguf --kv-budget 4096 -o book.ekv",
+        example="entropykv read book.txt -m model.gguf --kv-budget 4096 -o book.kv",
     )
     parser.set_defaults(command=_read)
 
