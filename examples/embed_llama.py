@@ -12,7 +12,7 @@ from entropykv import EntropyLlama, EvictionEvent, attach, detach
 from entropykv.model import shipped
 
 MODEL = str(shipped.smollm2().path)
-QUESTIONS = ("What is the capital of France?", "And of Italy?", "Which of them is larger?")
+QUESTIONS = ("Why is the sky blue?", "And in the evening?", "What does a lighthouse do?")
 
 
 def dropped(event: EvictionEvent) -> None:

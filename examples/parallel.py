@@ -63,5 +63,7 @@ async def with_asyncio(path: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     with_threads(sys.argv[1])
     asyncio.run(with_asyncio(sys.argv[1]))
