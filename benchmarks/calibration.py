@@ -26,7 +26,7 @@ from entropykv import EntropyProfile
 from entropykv.calibration.hf import eager_entropies, load_eager
 from entropykv.calibration.measure import CalibrationSettings, excerpts_of, measure
 from entropykv.calibration.observe import Observer
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from inputs import find_model
 
 

@@ -20,8 +20,8 @@ from entropykv import EntropyProfile
 from entropykv.calibration import comparing
 from entropykv.calibration.spread import Spread, StepSettings
 from entropykv.cli.profile import comparison_lines
-from entropykv.evaluation.shipped_texts import Text
-from entropykv.evaluation.shipped_texts import read_texts as texts_of_calibrations
+from entropykv.evaluation.texts import Text
+from entropykv.evaluation.texts import read_texts as texts_of_calibrations
 from entropykv.llamacpp.model import Model
 from entropykv.model.shipped import path_of_model
 from entropykv.profile.ways import NO_PROFILE, WayComparison, advantage

@@ -29,7 +29,7 @@ import numpy as np
 from entropykv import Session
 from entropykv.calibration.fitting import _EchoReader
 from entropykv.evaluation.bench import history_tokens
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.names import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from entropykv import Session
 from entropykv.evaluation.passkeys import RecallItem, RecallPart, recall_items
 from entropykv.evaluation.reading import read, write
-from entropykv.evaluation.texts import EvaluationText
+from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model import shipped
@@ -55,7 +55,7 @@ class Outcome:
 def plant(path: Path) -> RecallItem:
     """Plant the facts into the document, and return it with the questions."""
     model = Model(path, n_gpu_layers=0, verbose=False)
-    text = EvaluationText(DOCUMENT.name, DOCUMENT.read_text(encoding="utf-8"))
+    text = Text(DOCUMENT.name, DOCUMENT.read_text(encoding="utf-8"))
     items = recall_items(
         [text], model, n_cases=1, n_tokens=PASSAGE_TOKENS, facts_per_text=FACTS, seed=SEED
     )

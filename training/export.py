@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from entropykv import EntropyProfile
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.convert import convert
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 from training.facts import BOS, EOS, STOP_LINE, Writer
 from training.model import Shape
 from training.tokenizer import WordTokenizer

@@ -13,7 +13,7 @@ from benchmarks.peers.protocol import Passage, Question
 from entropykv.evaluation.passkeys import Fact, recall_items
 from entropykv.evaluation.reading import AnySession, read, write
 from entropykv.evaluation.ruler.scores import Suite, ruler_parts, string_match_all
-from entropykv.evaluation.texts import EvaluationText
+from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
 
 
@@ -97,9 +97,9 @@ def ruler_passages(pattern: str, model: Model, suite: Suite, seed: int) -> list[
     ]
 
 
-def _texts(pattern: str) -> list[EvaluationText]:
+def _texts(pattern: str) -> list[Text]:
     return [
-        EvaluationText(name, text)
+        Text(name, text)
         for each in pattern.split(",")
         for name, text in read_texts(f"{each}.txt").items()
     ]

@@ -28,7 +28,7 @@ from entropykv.calibration.comparing import (
 )
 from entropykv.calibration.measure import Extent, calibrate
 from entropykv.calibration.spread import Spread, StepSettings, TextWork
-from entropykv.evaluation.shipped_texts import Text, read_texts
+from entropykv.evaluation.texts import Text, read_texts
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
 from entropykv.profile.predictor import ScorePredictor

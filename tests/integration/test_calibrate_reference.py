@@ -11,7 +11,7 @@ from gguf import GGUFReader
 
 from entropykv.calibration.measure import CalibrationSettings, correlation, excerpts_of, measure
 from entropykv.calibration.observe import Observer
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from tests.support.calibration_texts import QUICK, WORDS, some_texts
 from tests.support.hf_names import PROJECTIONS
 from tests.support.logits import tokens_for

@@ -11,7 +11,7 @@ import pytest
 from entropykv import Session
 from entropykv.evaluation.dataset import Question, dataset_items
 from entropykv.evaluation.passkeys import RecallPart, recall_items
-from entropykv.evaluation.texts import EvaluationText
+from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.stock import StockSession
 from tests.support.eval_command import Command, words, write_texts
@@ -24,7 +24,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_every_question_is_asked_from_the_same_state(tiny_llama: Path, texts: list[Path]) -> None:
     with closing(Model(tiny_llama, n_gpu_layers=0, verbose=False)) as model:
-        prose = [EvaluationText("a", texts[0].read_text(encoding="utf-8"))]
+        prose = [Text("a", texts[0].read_text(encoding="utf-8"))]
         items = recall_items(prose, model, n_cases=2, n_tokens=600, facts_per_text=3, seed=1)
     part = RecallPart(items)
     with Session(

@@ -17,7 +17,7 @@ from entropykv import EntropyProfile, ProfileError, Session, cli
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.convert import convert
 from entropykv.convert.known import KnownModel, known_models
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 from entropykv.profile.find import check_model
 from tests.support.exact_logits import exact_logits
 from tests.support.hf_files import hf_config, hf_tensors, write_hf

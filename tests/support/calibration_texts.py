@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 
 from entropykv.calibration.measure import CalibrationSettings
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 
 WORDS = "the and of to in ion an he on at "
 QUICK = CalibrationSettings(n_sequences=4, max_length=64, curve_length=96, n_threads=2)

@@ -25,7 +25,7 @@ from entropykv.evaluation.dataset import read_dataset, rouge_scorer
 from entropykv.evaluation.metrics import Comparison, compare, equal_share
 from entropykv.evaluation.reading import Logits
 from entropykv.evaluation.request import EvalRequest
-from entropykv.evaluation.texts import EvaluationText, is_tuning, part_of, read_texts
+from entropykv.evaluation.texts import Text, is_tuning, part_of, read_texts
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
 
@@ -75,7 +75,7 @@ def test_greedy_texts_are_equal_token_by_token() -> None:
 
 
 def test_the_split_is_by_content_and_for_ever() -> None:
-    texts = [EvaluationText(f"{number}.txt", f"text {number}") for number in range(400)]
+    texts = [Text(f"{number}.txt", f"text {number}") for number in range(400)]
     tuning, held_out = (part_of(texts, part, 0.3) for part in ("tuning", "held-out"))
     assert {text.name for text in tuning} | {text.name for text in held_out} == {
         text.name for text in texts
@@ -86,14 +86,14 @@ def test_the_split_is_by_content_and_for_ever() -> None:
     assert [text.name for text in texts[:12] if is_tuning(text, 0.3)] == [
         f"{number}.txt" for number in (0, 3, 6, 7, 9, 10)
     ]
-    renamed = [EvaluationText("other", text.content) for text in texts]
+    renamed = [Text("other", text.content) for text in texts]
     assert [is_tuning(text, 0.3) for text in renamed] == [is_tuning(text, 0.3) for text in texts]
     assert {text.name for text in tuning} < {text.name for text in part_of(texts, "tuning", 0.5)}
 
 
 def test_a_part_without_texts_is_refused() -> None:
     with pytest.raises(ContextError, match="none of the 1 texts is in the part tuning"):
-        part_of([EvaluationText("a", "a")], "tuning", 1e-9)
+        part_of([Text("a", "a")], "tuning", 1e-9)
 
 
 def test_texts_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_without_rouge_score_the_way_out_is_named(monkeypatch: pytest.MonkeyPatc
     ("fields", "words"),
     [
         ({}, "nothing to evaluate"),
-        ({"continuation": 0, "texts": [EvaluationText("a", "a")]}, "nothing to evaluate"),
-        ({"continuation": 1, "texts": [EvaluationText("a", "a")]}, "2 or more, or 0"),
+        ({"continuation": 0, "texts": [Text("a", "a")]}, "nothing to evaluate"),
+        ({"continuation": 1, "texts": [Text("a", "a")]}, "2 or more, or 0"),
         ({"passkeys": 2}, "--text"),
         ({"prompt_template": "{input}"}, r"no \{context\}"),
     ],

@@ -3,6 +3,6 @@ eviction.
 """
 
 from entropykv.calibration.measure import CalibrationSettings, calibrate
-from entropykv.evaluation.shipped_texts import Text, read_texts
+from entropykv.evaluation.texts import Text, read_texts
 
 __all__ = ["CalibrationSettings", "Text", "calibrate", "read_texts"]

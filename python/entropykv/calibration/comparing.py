@@ -19,7 +19,7 @@ import numpy.typing as npt
 from entropykv.calibration.spread import Arrays, Progress, Spread, StepSettings, TextWork
 from entropykv.errors import SettingsError
 from entropykv.evaluation.passkeys import plant
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.llamacpp.model import Model
 from entropykv.profile.predictor import ScorePredictor

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from entropykv.calibration.measure import CalibrationSettings, Extent, excerpts_of, measure
 from entropykv.calibration.spread import Progress
 from entropykv.errors import CalibrationError, reason_of
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 from entropykv.profile.profile import EntropyProfile
 
 

@@ -39,7 +39,7 @@ from entropykv.calibration.texts import (
 )
 from entropykv.calibration.trust import head_trust, trust_tokens
 from entropykv.errors import CalibrationError, SettingsError
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.curves import CurveRules, HeadLoss, LossCurves, average_curves
 from entropykv.profile.find import fingerprint_of

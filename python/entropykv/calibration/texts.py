@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import CalibrationError
-from entropykv.evaluation.shipped_texts import Text
+from entropykv.evaluation.texts import Text
 
 LEAST_TOKENS = 4
 """The shortest sequence, in tokens, so that its four quarters end at different tokens."""

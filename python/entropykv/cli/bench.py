@@ -28,7 +28,7 @@ from entropykv.cli.progress import ProgressBar
 from entropykv.errors import SettingsError
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, bench_drafts, read_bandwidth
 from entropykv.evaluation.metrics import disagreement_note
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
 from entropykv.report.figures import bench_figure

@@ -29,7 +29,7 @@ from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile import comparison_lines, summary_line
 from entropykv.cluster import RAY_HELP, connected
 from entropykv.errors import CalibrationError, SettingsError
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from entropykv.profile.find import SUFFIX, profile_beside
 from entropykv.profile.parts import ROWS
 from entropykv.profile.profile import EntropyProfile

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.evaluation.metrics import disagreement
-from entropykv.evaluation.shipped_texts import read_texts
+from entropykv.evaluation.texts import read_texts
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.geometry import ModelGeometry, read_geometry
 from entropykv.policy.names import AUTO

@@ -33,7 +33,7 @@ from entropykv.evaluation.reading import (
     rows_of,
     write,
 )
-from entropykv.evaluation.texts import EvaluationText
+from entropykv.evaluation.texts import Text
 from entropykv.files import new_file
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
@@ -266,9 +266,7 @@ class ContinuationPart(EvalPart):
         }
 
 
-def continued_texts(
-    texts: Sequence[EvaluationText], model: Model, protocol: Protocol
-) -> list[ContinuedText]:
+def continued_texts(texts: Sequence[Text], model: Model, protocol: Protocol) -> list[ContinuedText]:
     """Cut those texts that are long enough to the protocol's lengths: see prompt_length()."""
     items = []
     for text in texts:
@@ -286,6 +284,6 @@ def continued_texts(
     return items
 
 
-def tokens_of(model: Model, text: EvaluationText) -> list[int]:
+def tokens_of(model: Model, text: Text) -> list[int]:
     """Return all tokens of a text, with BOS where the model wants it."""
     return model.tokenize(text.content, add_bos=model.adds_bos, special=True)

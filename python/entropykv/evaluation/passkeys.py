@@ -26,7 +26,7 @@ from entropykv.evaluation.reading import (
     read,
     write,
 )
-from entropykv.evaluation.texts import EvaluationText, digest_of
+from entropykv.evaluation.texts import Text, digest_of
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 
@@ -359,7 +359,7 @@ class RecallPart(AnswersPart):
 
 
 def recall_items(
-    texts: Sequence[EvaluationText],
+    texts: Sequence[Text],
     model: Model,
     *,
     n_cases: int,

@@ -28,7 +28,7 @@ from entropykv.evaluation.dataset import (
 from entropykv.evaluation.passkeys import RecallPart, recall_items
 from entropykv.evaluation.reading import EvalPart, Values
 from entropykv.evaluation.ruler.scores import Suite, own_texts, ruler_parts
-from entropykv.evaluation.texts import EvaluationText
+from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
 
 
@@ -43,7 +43,7 @@ class EvalRequest:
     list of questions each leave out one part.
     """
 
-    texts: Sequence[EvaluationText] = ()
+    texts: Sequence[Text] = ()
     prompt: int | None = None
     """The length of prompts; None means 2,048, or the most that texts and context allow."""
     continuation: int = 256
@@ -92,7 +92,7 @@ class EvalRequest:
         return {**{name: getattr(self, name) for name in names}, "ruler_haystacks": haystacks}
 
     @property
-    def haystacks(self) -> Sequence[EvaluationText]:
+    def haystacks(self) -> Sequence[Text]:
         """Return the texts that replace RULER's essays."""
         return self.texts or own_texts()
 

@@ -1,4 +1,6 @@
-"""Read the texts of an evaluation, and split them into a tuning part and a held-out part."""
+"""Read texts, given ones or those that entropykv ships, and split them into a tuning part and a
+held-out part.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,12 @@ from entropykv.errors import ContextError
 from entropykv.files import read_text
 
 PARTS = ("all", "tuning", "held-out")
+_SHIPPED = Path(__file__).parents[1] / "calibration" / "texts"
 
 
 @dataclass(frozen=True)
-class EvaluationText:
-    """Hold a text and its name."""
+class Text:
+    """Hold a text to read, and the name of its source."""
 
     name: str
     content: str
@@ -34,34 +37,34 @@ def digest_of(*parts: str) -> str:
     return digest.hexdigest()
 
 
-def read_texts(files: Sequence[Path]) -> list[EvaluationText]:
-    """Read every file; raises ContextError for one that is not text, is empty, or is given
-    twice.
+def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
+    """Read the given files, or those that entropykv ships; raises ContextError for one that is not
+    text, is empty, or is given twice.
     """
-    texts: dict[str, EvaluationText] = {}
-    for path in files:
+    texts: dict[str, Text] = {}
+    for path in sorted(_SHIPPED.glob("*.txt")) if files is None else files:
         content = read_text(path, ContextError)
         if "\0" in content:
             raise ContextError(f"{path}: not a text but a binary file; give a text file")
         if not content.strip():
             raise ContextError(f"{path}: is empty; give a text file")
-        text = EvaluationText(path.name, content)
+        text = Text(path.name, content)
         if text.digest in texts:
             raise ContextError(
                 f"{path}: has the same content as {texts[text.digest].name}; give each text once"
             )
         texts[text.digest] = text
+    if files is None and not texts:
+        raise ContextError(f"there are no texts in {_SHIPPED}; install entropykv again")
     return list(texts.values())
 
 
-def is_tuning(text: EvaluationText, tuning_share: float) -> bool:
+def is_tuning(text: Text, tuning_share: float) -> bool:
     """Tell whether a text belongs to the tuning part; only its content decides."""
     return int(text.digest, 16) < tuning_share * (1 << 4 * len(text.digest))
 
 
-def part_of(
-    texts: Sequence[EvaluationText], part: str, tuning_share: float
-) -> list[EvaluationText]:
+def part_of(texts: Sequence[Text], part: str, tuning_share: float) -> list[Text]:
     """Return the texts of part `all`, `tuning` or `held-out`; raises ContextError if there are
     none.
     """

@@ -27,8 +27,7 @@ from entropykv.evaluation.ruler.prompts import (
     TaskPrompt,
     load_vocabulary,
 )
-from entropykv.evaluation.shipped_texts import read_texts
-from entropykv.evaluation.texts import EvaluationText, digest_of
+from entropykv.evaluation.texts import Text, digest_of, read_texts
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
 
@@ -75,17 +74,15 @@ class Suite:
         object.__setattr__(self, "lengths", sorted(set(self.lengths)))
 
 
-def own_texts() -> list[EvaluationText]:
+def own_texts() -> list[Text]:
     """Return the English prose that entropykv ships, as haystacks."""
-    texts = read_texts(None)
-    prose = (text for text in texts if text.name.removesuffix(".txt")[3:] in _OWN_PROSE)
-    return [EvaluationText(text.name, text.content) for text in prose]
+    return [text for text in read_texts() if text.name.removesuffix(".txt")[3:] in _OWN_PROSE]
 
 
 def make_task(
     name: str,
     length: int,
-    texts: Sequence[EvaluationText],
+    texts: Sequence[Text],
     seed: int,
     count_tokens: Callable[[str], int],
 ) -> Task:
@@ -227,7 +224,7 @@ def string_match_all(answer: str, references: Sequence[str]) -> float:
 
 
 def ruler_parts(
-    suite: Suite, model: Model, texts: Sequence[EvaluationText], *, seed: int, inside: bool
+    suite: Suite, model: Model, texts: Sequence[Text], *, seed: int, inside: bool
 ) -> list[RulerPart]:
     """Make the samples; raises ContextError for a length that is too large or too small."""
     trained = model.geometry.n_ctx_train
@@ -256,7 +253,7 @@ class _Sample:
 
 
 def _samples(
-    suite: Suite, length: int, model: Model, texts: Sequence[EvaluationText], seed: int
+    suite: Suite, length: int, model: Model, texts: Sequence[Text], seed: int
 ) -> list[_Sample]:
     def count_tokens(text: str) -> int:
         return len(model.tokenize(text, add_bos=False, special=True))
