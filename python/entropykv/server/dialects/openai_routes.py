@@ -18,7 +18,7 @@ from entropykv.server.dialects.llama_server_requests import (
 )
 from entropykv.server.dialects.requests import Choices, CompletionRequest
 from entropykv.server.dialects.responses import ResponsesRequest
-from entropykv.server.dialects.streaming import NamedEvents, PlainEvents, respond
+from entropykv.server.dialects.streaming import Events, Joined, NamedEvents, PlainEvents, respond
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.registry import ModelRegistry
@@ -44,6 +44,14 @@ _NOT_HERE = {
     "/lora-adapters": "adapters stay as they are; start the server with --lora",
 }
 """Error messages for routes of OpenAI and llama-server that this server does not offer."""
+_Body = (
+    CompletionRequest
+    | ChatRequest
+    | ResponsesRequest
+    | LlamaServerCompletion
+    | InfillRequest
+    | MessagesRequest
+)
 
 
 def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
@@ -51,18 +59,8 @@ def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     router = APIRouter(tags=["OpenAI V1"], route_class=BodyRoute)
 
     async def answer(request: Request, body: CompletionRequest | ChatRequest) -> Response:
-        return await respond(
-            request,
-            models,
-            lambda: [part.call for part in body.parts()],
-            model=body.model,
-            document=body.document_name(),
-            user=body.user,
-            streams=body.stream,
-            n_jobs=body.n_jobs,
-            joined=Choices(body.n, usage=body.stream_options.include_usage),
-            ping=ping,
-        )
+        joined = Choices(body.n, usage=body.stream_options.include_usage)
+        return await _answer(request, models, body, joined, ping=ping)
 
     @router.post("/v1/completions", response_model=None, responses=_ANSWERS)
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -77,16 +75,7 @@ def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     @router.post("/v1/responses", response_model=None, responses=_ANSWERS)
     @router.post("/responses", response_model=None, include_in_schema=False)
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await respond(
-            request,
-            models,
-            lambda: [body.call],
-            model=body.model,
-            document=body.document_name(),
-            user=body.user,
-            streams=body.stream,
-            ping=ping,
-        )
+        return await _answer(request, models, body, ping=ping)
 
     for path, why in _NOT_HERE.items():
         router.add_api_route(path, refusing(why), methods=["POST"], include_in_schema=False)
@@ -101,19 +90,8 @@ def completion_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
     described = _described("The answer, or a list of answers; with `stream`, in pieces.")
 
     async def answer(request: Request, body: LlamaServerCompletion | InfillRequest) -> Response:
-        return await respond(
-            request,
-            models,
-            lambda: [part.call for part in body.parts()],
-            model=body.model,
-            document=body.document_name(),
-            user=body.user,
-            streams=body.stream,
-            n_jobs=body.n_jobs,
-            joined=AnswersInList(body.n_jobs),
-            ping=ping,
-            form=PlainEvents,
-        )
+        joined = AnswersInList(body.n_jobs)
+        return await _answer(request, models, body, joined, ping=ping, form=PlainEvents)
 
     @router.post("/completion", response_model=None, responses=described)
     @router.post("/completions", response_model=None, include_in_schema=False)
@@ -136,17 +114,7 @@ def anthropic_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
 
     @router.post(ANTHROPIC_PATH, response_model=None, responses=described)
     async def messages(request: Request, body: MessagesRequest) -> Response:
-        return await respond(
-            request,
-            models,
-            lambda: [body.call],
-            model=body.model,
-            document=body.document_name(),
-            user=body.user,
-            streams=body.stream,
-            ping=ping,
-            form=NamedEvents,
-        )
+        return await _answer(request, models, body, ping=ping, form=NamedEvents)
 
     @router.post(f"{ANTHROPIC_PATH}/count_tokens")
     async def count_tokens(request: Request, body: CountedMessages) -> dict[str, int]:
@@ -155,6 +123,33 @@ def anthropic_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
         return {"input_tokens": len(tokens)}
 
     return router
+
+
+async def _answer(
+    request: Request,
+    models: ModelRegistry,
+    body: _Body,
+    joined: Joined | None = None,
+    *,
+    ping: bool,
+    form: type[Events] | None = None,
+) -> Response:
+    """Return the response to a request of one or several answers; `joined`, `ping` and `form`: see
+    respond().
+    """
+    return await respond(
+        request,
+        models,
+        lambda: [part.call for part in body.parts()],
+        model=body.model,
+        document=body.document_name(),
+        user=body.user,
+        streams=body.stream,
+        n_jobs=body.n_jobs,
+        joined=joined,
+        ping=ping,
+        form=form,
+    )
 
 
 def refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:

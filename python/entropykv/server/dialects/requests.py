@@ -177,6 +177,15 @@ class Request(BaseModel):
             return data
         return {name: value for name, value in data.items() if value is not None}
 
+    @property
+    def n_jobs(self) -> int:
+        """Return how many answers the response has."""
+        return 1
+
+    def parts(self) -> Sequence[Any]:
+        """Return a request for every answer; raises RequestError."""
+        return [self]
+
 
 class GeneratingRequest(Request, ConstraintFields, SamplerFields):
     """Define the fields that completions and chats have in common."""
