@@ -71,6 +71,16 @@ def counts_together(path: Path, **options: Any) -> dict[str, float]:
     return {name: n / N_WRITTEN for name, n in counts.items()}
 
 
+@pytest.fixture(scope="module")
+def by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Return the files of models with few layers and with many, by the number of layers."""
+    folder = tmp_path_factory.mktemp("layers")
+    paths = {n_layer: folder / f"{n_layer}.gguf" for n_layer in (2, 9)}
+    for n_layer, path in paths.items():
+        write_llama(path, n_layer=n_layer, head_dim=64)
+    return paths
+
+
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
@@ -82,19 +92,15 @@ def counts_together(path: Path, **options: Any) -> dict[str, float]:
     ],
 )
 def test_conversations_that_write_at_once_wait_as_often_for_many_layers_as_for_few(
-    tmp_path: Path, policy: str, most: dict[str, float]
+    tmp_path: Path, by_layers: dict[int, Path], policy: str, most: dict[str, float]
 ) -> None:
     path = tmp_path / "model.gguf"
     write_llama(path, n_layer=5, head_dim=64)
     _, stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
-    counts = []
-    for n_layer in (2, 9):
-        path = tmp_path / f"{n_layer}.gguf"
-        write_llama(path, n_layer=n_layer, head_dim=64)
-        counts.append(
-            counts_together(path, store="device", policy=policy, kv_budget=0.12, n_sequences=8)
-        )
-    few, many = counts
+    few, many = (
+        counts_together(path, store="device", policy=policy, kv_budget=0.12, n_sequences=8)
+        for path in by_layers.values()
+    )
     for name, n in most.items():
         assert many[name] == few[name]
         assert many[name] - stock[name] <= n + (name == "waits"), (name, many, stock)
@@ -124,12 +130,10 @@ def test_saving_waits_once_for_all_heads_of_a_layer(tmp_path: Path) -> None:
 
 
 def test_conversations_find_out_in_as_many_operations_for_many_layers_as_for_few(
-    tmp_path: Path,
+    by_layers: dict[int, Path],
 ) -> None:
     more = []
-    for n_layer in (2, 9):
-        path = tmp_path / f"{n_layer}.gguf"
-        write_llama(path, n_layer=n_layer, head_dim=64)
+    for n_layer, path in by_layers.items():
         plain, observing = (
             counts_together(path, store="device", policy=policy, kv_budget=0.12, n_sequences=8)
             for policy in ("recency", "uniform")
@@ -188,12 +192,11 @@ def test_one_thread_looks_up_the_embeddings_of_few_tokens(
     assert printed_by(THREADS, path, options) == expected
 
 
-def test_the_host_waits_as_often_for_many_layers_as_for_few(tmp_path: Path) -> None:
-    counts = []
-    for n_layer in (2, 9):
-        path = tmp_path / f"{n_layer}.gguf"
-        write_llama(path, n_layer=n_layer, head_dim=64)
-        counts.append(counts_of(path, store="device", policy="uniform", kv_budget=0.25))
+def test_the_host_waits_as_often_for_many_layers_as_for_few(by_layers: dict[int, Path]) -> None:
+    counts = [
+        counts_of(path, store="device", policy="uniform", kv_budget=0.25)
+        for path in by_layers.values()
+    ]
     for few, many in zip(*counts, strict=True):
         assert many["waits"] == few["waits"]
         assert many["copies"] == few["copies"]
@@ -201,12 +204,10 @@ def test_the_host_waits_as_often_for_many_layers_as_for_few(tmp_path: Path) -> N
 
 
 def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_few(
-    tmp_path: Path,
+    by_layers: dict[int, Path],
 ) -> None:
     more = []
-    for n_layer in (2, 9):
-        path = tmp_path / f"{n_layer}.gguf"
-        write_llama(path, n_layer=n_layer, head_dim=64)
+    for n_layer, path in by_layers.items():
         _, stock = counts_of(path, store="flat", policy="recency", kv_budget=1.0)
         _, ours = counts_of(path, store="device", policy="uniform", kv_budget=0.25)
         copies_of_queries = n_layer
