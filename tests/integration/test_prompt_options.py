@@ -14,7 +14,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.cli import main
-from entropykv.cli.model_options import add_model_tuning, model_options_of
+from entropykv.cli.engine import add_model_tuning, model_options_of
 from entropykv.errors import EntropyKVError
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.model_options import LoadOptions

@@ -22,12 +22,23 @@ from entropykv.cli.engine import (
     say_reading_twice,
     what_is_kept,
 )
-from entropykv.cli.image_options import add_image_options, image_file, image_files, open_projector
 from entropykv.cli.interrupts import noted_interrupts
 from entropykv.cli.notes import say
-from entropykv.cli.options import add_budget_options, add_no_chat, demo_of
+from entropykv.cli.options import (
+    add_budget_options,
+    add_no_chat,
+    add_prompt_options,
+    add_system_options,
+    demo_of,
+)
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
+from entropykv.cli.prompt_options import (
+    add_image_options,
+    image_file,
+    image_files,
+    open_projector,
+    read_prompt,
+)
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_document_option, add_load_option, open_given, use_document
 from entropykv.errors import ContextError, EntropyKVError, SettingsError

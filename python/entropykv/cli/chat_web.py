@@ -6,8 +6,7 @@ import argparse
 import threading
 from typing import TYPE_CHECKING, Any
 
-from entropykv.cli.engine import kv_type_of
-from entropykv.cli.model_options import model_options_of
+from entropykv.cli.engine import kv_type_of, model_options_of
 from entropykv.cli.notes import say
 from entropykv.cli.options import CONTEXT, demo_of, fetch_named
 from entropykv.errors import ContextError, SettingsError

@@ -7,9 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from entropykv.cli.options import add_model_option, add_model_options, add_option
+from entropykv.cli.options import (
+    add_model_option,
+    add_model_options,
+    add_option,
+    add_prompt_options,
+    add_system_options,
+)
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.prompt_options import add_prompt_options, add_system_options
 from entropykv.settings import flags
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.sampling import TEMPERATURE, Sampling

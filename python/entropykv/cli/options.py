@@ -10,7 +10,7 @@ from typing import Any
 
 from entropykv.cli.notes import say
 from entropykv.errors import SettingsError
-from entropykv.files import NOT_UTF8
+from entropykv.files import NOT_UTF8, read_text
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.settings.cache_options import SWITCH, CacheOptions
 from entropykv.settings.declared import declared as declared_options
@@ -306,6 +306,44 @@ def add_no_chat(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="plain text, without the model's chat template",
     )
+
+
+def add_prompt_options(group: argparse._ActionsContainer, what: str) -> None:
+    """Add -p, -f and -e; `what` describes their text: the prompt, or the first turn."""
+    group.add_argument(
+        *("-p", "--prompt"), type=utf8, metavar="TEXT", help=f"{what}; after -f's text if both"
+    )
+    group.add_argument(
+        "-f", "--file", metavar="FILE", help=f"read {what} from a file (-: standard input)"
+    )
+    group.add_argument(
+        "-e", "--escape", action="store_true", help=r"read \n, \t, \" and \\ in -p and -sys"
+    )
+
+
+def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
+    """Add -sys and -sysf; `where` names the text that the system message precedes."""
+    group.add_argument(
+        "-sys",
+        "--system",
+        "--system-prompt",
+        type=utf8,
+        metavar="TEXT",
+        help=f"text before {where}, in the model's chat template",
+    )
+    group.add_argument(
+        "-sysf",
+        "--system-prompt-file",
+        dest="system",
+        type=_text_of_file,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="read it from a file",
+    )
+
+
+def _text_of_file(path: str) -> str:
+    return read_text(path, SettingsError)
 
 
 def demo_of(options: argparse.Namespace) -> Demo | None:

@@ -15,10 +15,9 @@ from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
 from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
 from entropykv.cli.notes import columns_of, say
-from entropykv.cli.options import add_budget_options, fetch_named
+from entropykv.cli.options import add_budget_options, add_system_options, fetch_named
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.progress import ProgressBar
-from entropykv.cli.prompt_options import add_system_options
 from entropykv.cli.saved import say_what
 from entropykv.cluster import RAY_HELP, TaskKind, connected
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError, SettingsError

@@ -23,19 +23,26 @@ from entropykv.cli.engine import (
     say_reading_twice,
 )
 from entropykv.cli.first_options import RUN
-from entropykv.cli.image_options import (
+from entropykv.cli.interrupts import EXIT_INTERRUPTED
+from entropykv.cli.notes import columns_of, say
+from entropykv.cli.options import (
+    add_budget_options,
+    add_no_chat,
+    add_prompt_options,
+    add_system_options,
+    check_writable,
+    demo_of,
+)
+from entropykv.cli.parser import CommandParser
+from entropykv.cli.plots import check_plot, draw
+from entropykv.cli.prompt_options import (
     add_image_options,
     image_files,
     open_projector,
     prompt_of,
+    read_prompt,
     with_places,
 )
-from entropykv.cli.interrupts import EXIT_INTERRUPTED
-from entropykv.cli.notes import columns_of, say
-from entropykv.cli.options import add_budget_options, add_no_chat, check_writable, demo_of
-from entropykv.cli.parser import CommandParser
-from entropykv.cli.plots import check_plot, draw
-from entropykv.cli.prompt_options import add_prompt_options, add_system_options, read_prompt
 from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
     PromptCache,

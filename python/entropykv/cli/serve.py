@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+from entropykv.cli.engine import device_parts
 from entropykv.cli.first_options import SERVE
-from entropykv.cli.model_options import device_parts
 from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_fixed_threads_option,
