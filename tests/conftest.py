@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from entropykv.errors import ModelFileError
 from entropykv.model import shipped
-from entropykv.session import sequence_slot
+from entropykv.session import shared_pool
 from tests.support.learnt import need_texts, own_cache
 from tests.support.ray_cluster import ThreeNodes, three_nodes
 from tests.support.systems import absent_imports, is_there, left_out
@@ -200,7 +200,7 @@ def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a pool take a session for idle only after a minute, however busy the machine is."""
-    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 60.0)
+    monkeypatch.setattr(shared_pool, "IDLE_SECONDS", 60.0)
 
 
 @pytest.fixture

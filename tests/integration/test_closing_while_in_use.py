@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from entropykv import EntropyKVError, EntropyLlama, Pool, Session, attach, detach
-from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.weights import Weights
+from entropykv.llamacpp.model import Model, Weights
 from tests.support.llamas import QUIET
 from tests.support.logits import tokens_for
 from tests.support.pools import pool_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entropykv import ContextError, Pool, PoolError
-from entropykv.session import model_runner, sequence_slot
+from entropykv.session import model_runner, shared_pool
 from tests.architectures import MODELS
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PROMPTS, Steps, assert_equal, pool_of, together, written
@@ -153,7 +153,7 @@ def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new session waits for one that becomes idle while the pool refuses the new one."""
-    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 1e6)
+    monkeypatch.setattr(shared_pool, "IDLE_SECONDS", 1e6)
     late = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep)
     monkeypatch.setattr(model_runner, "time", clock)
@@ -180,7 +180,7 @@ def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
 def test_one_thread_can_hold_several_generations(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_slot, "IDLE_SECONDS", 120.0)
+    monkeypatch.setattr(shared_pool, "IDLE_SECONDS", 120.0)
     with pool_of(model, n_sequences=2, kv_budget=N_CTX) as pool:
         streams = [pool.session().generate(p, max_tokens=6, temperature=0) for p in PROMPTS[:2]]
         start = time.monotonic()

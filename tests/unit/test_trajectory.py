@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from entropykv import Session, SettingsError
 from entropykv.report.figures import trajectory_figure
 from entropykv.session.recovery import Climb
-from entropykv.session.sequence_slot import Trajectory
-from entropykv.session.stats import SessionStats, stats_rows
+from entropykv.session.stats import SessionStats, Trajectory, stats_rows
 from entropykv.settings.recovery import Rung
 
 Point = tuple[int, int, int]

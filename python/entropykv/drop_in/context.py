@@ -14,9 +14,8 @@ import llama_cpp
 from llama_cpp import _internals as internals
 
 from entropykv.errors import ContextError, EntropyKVError, ModelFileError, SettingsError
-from entropykv.llamacpp.model import Model
+from entropykv.llamacpp.model import Model, Weights
 from entropykv.llamacpp.model_options import LoadOptions, apply_adapters
-from entropykv.llamacpp.weights import Weights
 from entropykv.model.geometry import ModelGeometry
 from entropykv.session.session import Session
 

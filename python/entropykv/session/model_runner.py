@@ -30,8 +30,8 @@ from entropykv.session.kept_texts import KeptTexts
 from entropykv.session.scheduler import Scheduler, Work
 from entropykv.session.second_readings import SecondReadings
 from entropykv.session.sequence import TokenSequence
-from entropykv.session.sequence_slot import SequenceSlot, Trajectory
-from entropykv.session.shared_pool import SharedPool
+from entropykv.session.shared_pool import SequenceSlot, SharedPool
+from entropykv.session.stats import Trajectory
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import OtherWork
 from entropykv.settings.options import Budget, is_number

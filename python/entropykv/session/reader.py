@@ -15,8 +15,8 @@ from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.sequence import is_placeholder, text_before_image
-from entropykv.session.sequence_slot import SequenceSlot
 from entropykv.session.session_text import SessionText
+from entropykv.session.shared_pool import SequenceSlot
 from entropykv.store.protocol import Logits
 from entropykv.store.step import Part
 

@@ -26,7 +26,7 @@ from entropykv.profile.growing import GrowingPredictor
 from entropykv.profile.learnt import LearntFile, LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.session.echo import Echo, echo_for
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.shared_pool import SequenceSlot
 from entropykv.store.protocol import Learning, Store
 from entropykv.store.step import Part
 

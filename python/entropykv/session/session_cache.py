@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.second_readings import PredictorFit
-from entropykv.session.sequence_slot import SequenceSlot, Trajectory
-from entropykv.session.shared_pool import PoolStatus
+from entropykv.session.shared_pool import PoolStatus, SequenceSlot
+from entropykv.session.stats import Trajectory
 from entropykv.settings.options import Budget, at_least
 from entropykv.settings.recovery import Rung
 from entropykv.store.protocol import CacheMapFunction

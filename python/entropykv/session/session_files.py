@@ -37,7 +37,7 @@ from entropykv.session.file import (
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reader import SequenceReader
 from entropykv.session.sequence import FIRST_PLACEHOLDER, ImageSpan, ImageSpans, TokenSequence
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.shared_pool import SequenceSlot
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import Store

@@ -8,7 +8,7 @@ from entropykv.errors import ContextError, PoolError
 from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reuse import Demand, HeldText
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.shared_pool import SequenceSlot
 
 INTERVAL = 1024
 """In a long prompt, a checkpoint is kept every INTERVAL tokens if a later checkpoint could not be

@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
-from entropykv.policy.division import Claim, WholeTexts, divide, parts_by_weight
+from entropykv.policy.division import Claim, LossCurve, WholeTexts, divide, parts_by_weight
 from entropykv.policy.plan import HeadwisePlan
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.kept_texts import (
@@ -25,9 +25,10 @@ from entropykv.session.kept_texts import (
     KeptTexts,
     TextTooLargeError,
 )
-from entropykv.session.sequence_slot import SequenceSlot
+from entropykv.session.sequence import TokenSequence
+from entropykv.session.stats import Trajectory
 from entropykv.settings.options import Budget
-from entropykv.store.protocol import Places, StoreContext
+from entropykv.store.protocol import Places, Pooled, Store, StoreContext
 
 GROWTH_STEP = 64
 """Expected lengths of texts are rounded up to multiples of this many tokens, so that shares do not
@@ -38,6 +39,95 @@ LEAST_CHANGE = 1 / 16
 
 MOST_FLOORS = 64
 """For how many sizes of a share, in pages, the pages of its protected entries are cached."""
+
+
+IDLE_SECONDS = 1.0
+"""After this many seconds without reading, a sequence counts as idle, and may be swapped out."""
+
+
+class SequenceSlot:
+    """Hold everything that belongs to one sequence; a session is a handle on it."""
+
+    def __init__(
+        self, store: Store, weight: float, number: int, text: TokenSequence, *, live: bool
+    ) -> None:
+        """Start with nothing read."""
+        self.store = store
+        self.number = number
+        """A unique number: how many slots the runner has made before."""
+        self.weight = weight
+        """The weight of the sequence, relative to the other sequences of the pool."""
+        self.live = live
+        self.gone = False
+        """True once the session of the slot is closed; then nothing more can be read."""
+        self.swapped: KeptText | None = None
+        """The text that is kept of the sequence while it is swapped out; None while it is live or
+        empty.
+        """
+        self.text = text
+        """The text that was read; loading and forking replace it."""
+        self.trajectory: Trajectory | None = None
+        """How many entries were held as the text grew; None unless entries are frozen."""
+        self.broken = False
+        """True while a decode of the sequence runs, and if the last decode has failed half-way."""
+        self.half_read = False
+        """True if the last step has failed half-way, so that its store may hold entries beyond
+        `position`.
+        """
+        self.writes = False
+        """True if the latest tokens were written one by one, and are not a prompt."""
+        self.position = 0
+        """How many tokens had been read at the end of the last step."""
+        self.expected = 0
+        """The length in tokens that its text is expected to reach at least; pages that this length
+        does not need go to other sequences.
+        """
+        self.shared_for = 0
+        """The length of text that the current shares have room for, or were planned with."""
+        self.loss_curve: LossCurve | None = None
+        """The loss curve that the current shares of the pool are based on; None if there
+        is none.
+        """
+        self.rests = False
+        """True if Session.rest() has said that no token follows soon."""
+        self.last_step = 0.0
+        self.n_others = 0
+        """How many other sequences wrote a token in its last step."""
+        self.inherited = 0
+        """How many entries had been evicted from the sequence that it was copied from."""
+        self.given_up = 0
+        """How many entries were evicted because its share shrank for others."""
+
+    @property
+    def evicted(self) -> int:
+        """Return how many entries were evicted, without those of the sequence it was
+        copied from.
+        """
+        return self.store.evicted - self.inherited
+
+    def mend(self) -> None:
+        """Record that the text and the store of the sequence agree again, after a load or
+        a copy.
+        """
+        self.broken = self.half_read = False
+
+    def note_evictions(self) -> None:
+        """Record in the text where it ended at the last eviction."""
+        self.text.note_evictions(self.store.evicted)
+
+    def is_idle(self, now: float) -> bool:
+        """Tell whether it can be swapped out without delaying a thread."""
+        return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
+
+    @property
+    def pooled(self) -> Pooled:
+        """Return the store by its interface for pools; only for stores that can share a pool."""
+        return cast(Pooled, self.store.pooled)
+
+    @property
+    def measured_curve(self) -> LossCurve | None:
+        """Return how much the text would lose with fewer pages; None if that was not measured."""
+        return None if self.store.sharing is None else self.store.sharing.loss_curve()
 
 
 class Shares(ABC):
