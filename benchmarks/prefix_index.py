@@ -35,7 +35,7 @@ def read(tokens: array[int]) -> HeldText:
     text = TokenSequence(N_UBATCH, tokens)
     for begin in range(0, len(tokens), N_UBATCH):
         text.parts.note(begin, min(N_UBATCH, len(tokens) - begin), None, is_prompt=True)
-    return HeldText.of(text, lambda _: True)
+    return HeldText(text, lambda _: True)
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -43,7 +43,7 @@ def test_going_back_leaves_what_was_there(
                     for kept, before in zip(seen[session.position], seen[last], strict=True)
                 )
                 last = session.position if lost else last
-                assert session.text.held().reusable_from == last
+                assert session.text.held().text.reusable_from == last
         position = last + round(back * (session.position - last))
         assert session.text.held().can_return_to(position)
         assert session.text.held().can_return_to(0)
@@ -58,11 +58,11 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
     with Session(tiny_llama, n_ctx=256, store=store, n_threads=1) as session:
         session.decode(tokens_for(100))
         session.cache.resize(0.9)
-        assert session.text.held().reusable_from == 0
+        assert session.text.held().text.reusable_from == 0
         session.cache.resize(50)
-        assert session.text.held().reusable_from == 100
+        assert session.text.held().text.reusable_from == 100
         session.decode(tokens_for(3))
-        assert session.text.held().reusable_from == 103
+        assert session.text.held().text.reusable_from == 103
         # Going back to here is possible, but evicted entries do not return.
         session.text.truncate(95)
         # Evicted entries do not return by reading on either, even if that evicts others.
@@ -73,11 +73,11 @@ def test_a_resize_that_evicts_is_the_new_limit(tiny_llama: Path, store: str) -> 
                 False,
                 False,
             ]
-            assert session.text.held().reusable_from > session.config.n_ctx
+            assert session.text.held().text.reusable_from > session.config.n_ctx
             session.decode(tokens_for(40, seed=position))
         assert session.stats().evictions > 0
         session.reset()
-        assert session.text.held().reusable_from == 0
+        assert session.text.held().text.reusable_from == 0
         session.decode(tokens_for(20))
         assert session.text.held().can_return_to(10)
 
@@ -121,7 +121,7 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
     reads = Reads(llm)
     prompt = tokens_for(150)
     llm(prompt, **GREEDY)
-    limit = llm._session.text.held().reusable_from
+    limit = llm._session.text.held().text.reusable_from
     assert limit > 64
     other = [*prompt[: limit - 1], *tokens_for(20, seed=1)]
     reads.count()
@@ -156,9 +156,9 @@ def test_what_departs_after_the_last_eviction_is_read_from_there(
     limit = 0
     while len(all_entries(llm._session)[0]) > 60 or limit != llm.n_tokens:
         llm.eval([7])  # An eviction makes room for a few more tokens.
-        limit = llm._session.text.held().reusable_from
+        limit = llm._session.text.held().text.reusable_from
     llm.eval([8, 9, 10])
-    assert llm._session.text.held().reusable_from == limit == llm.n_tokens - 3
+    assert llm._session.text.held().text.reusable_from == limit == llm.n_tokens - 3
     cached = llm.input_ids[: llm.n_tokens].tolist()
     reads = Reads(llm)
     llm([*cached[: limit + 1], 11, 12], **GREEDY)
@@ -201,7 +201,7 @@ def test_the_same_prompt_again_is_sampled_at_once(llm: EntropyLlama) -> None:
 def test_going_back_by_hand(llm: EntropyLlama) -> None:
     """A caller may set n_tokens; what cannot be rolled back is read again."""
     llm.eval(tokens_for(150))
-    assert llm._session.text.held().reusable_from > 100
+    assert llm._session.text.held().text.reusable_from > 100
     reads = Reads(llm)
     llm.n_tokens = 100
     llm.eval([5])

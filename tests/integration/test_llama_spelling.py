@@ -172,7 +172,7 @@ def test_a_chat_whose_words_were_cut_otherwise(smollm2: Path) -> None:
     written = [*tokens("hel"), *tokens("lo"), *tokens(" to"), *tokens(" un"), *tokens("der")]
     assert written != tokens("hello to under")
     llm.eval([*opening, *written])
-    assert llm._session.text.held().reusable_from > 0
+    assert llm._session.text.held().text.reusable_from > 0
     reads = Reads(llm)
     ending = "<|im_end|>\n<|im_start|>user\nAgain!<|im_end|>\n<|im_start|>assistant\n"
     prompt = [*opening, *tokens("hello to under" + ending)]

@@ -51,7 +51,7 @@ def test_who_comes_costs_the_others_entries_and_who_goes_gives_them_room(model: 
         assert first.cache.pool_status().given_up == first.cache.evicted
         assert pool.sessions() == [first, *others]
         assert others[1].cache.pool_status().given_up == 0
-        assert first.text.held().reusable_from == len(PROMPTS[4])
+        assert first.text.held().text.reusable_from == len(PROMPTS[4])
         shares = [session.stats().kv_bytes_budget for session in (first, *others)]
         assert sum(shares) <= whole
         assert shares[0] == shares[1] == pytest.approx(shares[2] / 2, rel=0.1)

@@ -45,7 +45,9 @@ def test_conversations_follow_each_other_as_sessions_alone(pool: Pool, pool_llam
             with pytest.raises(PoolError, match="holds one conversation"):
                 pool.session()
             assert_equal(written(session, prompt, 9), written(alone, prompt, 9))
-            assert session.text.held().reusable_from == alone.text.held().reusable_from > 0
+            assert (
+                session.text.held().text.reusable_from == alone.text.held().text.reusable_from > 0
+            )
             evicted += alone.cache.evicted
             stats, expected = pool.stats(), alone.stats()
             for name in ("kv_bytes_budget", "kv_bytes_now", "kv_bytes_staging", "entries_kept"):

@@ -33,7 +33,7 @@ def held(
         text.add([token], row, is_prompt=False)
     text.logits = row if logits else None
     text.reusable_from = reusable_from
-    return HeldText.of(
+    return HeldText(
         text, lambda position: position >= returns_from, is_whole=is_whole, n_sure=n_sure, n_ctx=64
     )
 
@@ -94,15 +94,6 @@ def test_a_prompt_goes_on_from_what_is_sure_to_be_there(
         assert reuse.shared == common_prefix(TEXT, prompt)
 
 
-def test_a_text_that_will_be_truncated_ends_there() -> None:
-    whole = held()
-    assert whole.until(30) is whole
-    part = whole.until(25)
-    assert reuse_of(part, [*TEXT[:25], 7], Demand()).source is ReuseSource.WHOLE
-    assert reuse_of(part, TEXT[:25], Demand()).position == 24
-    assert not part.can_return_to(26)
-
-
 def test_tokens_in_common_are_found_in_lists_and_arrays() -> None:
     long = list(range(1000))
     for n in (0, 1, 255, 256, 257, 999, 1000):
@@ -120,11 +111,11 @@ def test_a_later_prompt_is_read_again_from_its_own_beginning() -> None:
         text.add(part, np.zeros(4, np.float32), is_prompt=True)
     assert (text.parts.begin_of_prompt, text.parts.end_of_prompt) == (13, 22)
     text.add(TEXT[22:23], None, is_prompt=False)
-    known = HeldText.of(text, lambda _: True, n_sure=64, n_ctx=64)
+    known = HeldText(text, lambda _: True, n_sure=64, n_ctx=64)
     for prompt, position in ((TEXT[:22], 13), (TEXT[:18], 13), ([*TEXT[:10], 1], 10)):
         demand = Demand(is_cut=False, knows_prompt=True, reads_question=True)
         assert reuse_of(known, prompt, demand).position == position
-    assert known.parts.begin_before(13) == 13
+    assert text.parts.begin_before(13) == 13
 
 
 @pytest.mark.parametrize("position", [0, 1, 19, 20])

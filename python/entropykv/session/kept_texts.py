@@ -205,7 +205,7 @@ class IdleSession:
 
     def __post_init__(self) -> None:
         """Take the text of the session."""
-        self.tokens = self.session.text.held().tokens
+        self.tokens = self.session.text.held().text.tokens
 
 
 class KeptTexts:
@@ -357,7 +357,7 @@ class KeptTexts:
             if kept.tier.is_lost:
                 lost.append(kept)
                 return 0
-            held = HeldText.of(
+            held = HeldText(
                 kept.text, lambda place: self.can_be_cut and kept.tier.state.whole_from <= place
             )
             return reuse_of(held, prompt, demand, shared).position

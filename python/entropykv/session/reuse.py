@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar, cast
 
-from entropykv.session.sequence import ReadParts, TokenSequence
+from entropykv.session.sequence import TokenSequence
 
 _BLOCK = 256
 """How many tokens of two texts are compared in one operation."""
@@ -291,14 +291,8 @@ class Reuse:
 class HeldText:
     """Describe a text that was read, and to which positions its sequence can be truncated."""
 
-    tokens: array[int]
-    position: int
-    parts: ReadParts
-    """Where reading started micro-batches, and the logits of the last prompt."""
-    has_logits: bool
-    """True if the logits of the last token are known."""
-    reusable_from: int
-    """The position at which the text ended when an entry was last evicted; 0 if none ever was."""
+    text: TokenSequence
+    """The text of a sequence or of a checkpoint."""
     store_can_return_to: Callable[[int], bool]
     """A function that tells whether windows and recurrent layers can go back to a position."""
     is_whole: bool = True
@@ -307,44 +301,16 @@ class HeldText:
     """The longest text, in tokens, of which every KV head is certain to keep all entries."""
     n_ctx: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        text: TokenSequence,
-        store_can_return_to: Callable[[int], bool],
-        *,
-        is_whole: bool = True,
-        n_sure: int = 0,
-        n_ctx: int = 0,
-    ) -> HeldText:
-        """Describe a sequence or a checkpoint, without copying its tokens."""
-        return cls(
-            text.tokens,
-            text.position,
-            text.parts,
-            text.logits is not None,
-            text.reusable_from,
-            store_can_return_to,
-            is_whole,
-            n_sure,
-            n_ctx,
-        )
-
-    def until(self, position: int) -> HeldText:
-        """Return the description that the text will have once it is truncated to a position."""
-        if position == self.position:
-            return self
-        return replace(self, tokens=self.tokens[:position], position=position, has_logits=False)
-
     def can_return_to(self, position: int) -> bool:
         """Tell whether truncating to a position leaves exactly the entries that were held when the
         text ended there.
         """
         if position == 0:
             return True
-        if not self.is_whole or not self.reusable_from <= position <= self.position:
+        end = self.text.position
+        if not self.is_whole or not self.text.reusable_from <= position <= end:
             return False
-        return position == self.position or self.store_can_return_to(position)
+        return position == end or self.store_can_return_to(position)
 
     def keeps_all_until(self, end: int) -> bool:
         """Tell whether it is certain that nothing is evicted while the text grows to
@@ -356,7 +322,7 @@ class HeldText:
         """Tell whether the last prompt ended at `position` with known logits, and whether all its
         entries are kept while the text grows to `end` tokens.
         """
-        known = self.parts.logits_at(position) is not None
+        known = self.text.parts.logits_at(position) is not None
         return known and self.keeps_all_until(end) and self.can_return_to(position)
 
 
@@ -397,15 +363,15 @@ def reuse_of(
     how many tokens the text and the prompt have in common; None: not known yet.
     """
     n_tokens = len(prompt)
-    shared = common_prefix(held.tokens, prompt) if shared is None else shared
-    if demand.reads_question and shared <= held.parts.end_of_prompt:
-        shared = min(shared, held.parts.begin_of_prompt)
+    shared = common_prefix(held.text.tokens, prompt) if shared is None else shared
+    if demand.reads_question and shared <= held.text.parts.end_of_prompt:
+        shared = min(shared, held.text.parts.begin_of_prompt)
 
     def reuse(position: int, source: ReuseSource, why: str) -> Reuse:
         return Reuse(position, shared, source, why)
 
-    has_end = shared < n_tokens or held.has_logits or not demand.needs_logits
-    if 0 < shared == held.position and has_end:
+    has_end = shared < n_tokens or held.text.logits is not None or not demand.needs_logits
+    if 0 < shared == held.text.position and has_end:
         return reuse(shared, ReuseSource.WHOLE, "the prompt begins with all that was read")
     if demand.knows_prompt and shared == n_tokens:
         end = shared if demand.end is None else demand.end
@@ -415,7 +381,7 @@ def reuse_of(
         return reuse(0, ReuseSource.NOTHING, "entries may be evicted before the end")
     place = min(shared, n_tokens - 1)
     if demand.is_cut:
-        place = held.parts.begin_before(place)
+        place = held.text.parts.begin_before(place)
     if place <= 0:
         return reuse(0, ReuseSource.NOTHING, "the texts begin differently")
     if not held.can_return_to(place):

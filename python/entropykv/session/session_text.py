@@ -34,7 +34,7 @@ class SessionText:
         """
         slot = self._slot
         slot.note_evictions()
-        return HeldText.of(
+        return HeldText(
             slot.text,
             slot.store.can_return_to,
             is_whole=not slot.broken,

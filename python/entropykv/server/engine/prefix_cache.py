@@ -240,7 +240,7 @@ class PrefixCache:
                 prompt.continues is not None and prompt.continues(text)
             ):
                 kept = len(text)
-            elif leads_back and 0 < held.parts.end_of_prompt <= shared:
+            elif leads_back and 0 < held.text.parts.end_of_prompt <= shared:
                 kept = reuse.shared if held.can_return_to(reuse.shared) else 0
             if kept > most:
                 best, most = each, kept
