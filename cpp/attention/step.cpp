@@ -75,6 +75,11 @@ Unit Split::unit(int head, int number, int total) const {
     return {tile(head, number / n), number % n};
 }
 
+UnitQueue::UnitQueue(int n_heads)
+    : first_unit_(index(n_heads + 1)),
+      unfinished_units_(std::make_unique<std::atomic<int>[]>(index(n_heads))),
+      next_unit_(std::make_unique<std::atomic<int>[]>(index(n_heads))) {}
+
 std::vector<float> alibi_slopes(int n_head, float max_bias) {
     int power = 1;  // becomes the largest power of 2 that is not above n_head
     while (2 * power <= n_head) power *= 2;
