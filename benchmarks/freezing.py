@@ -1,12 +1,12 @@
-"""Run the freeze document's stress test: 500 tokens after each prompt, frozen by its schedule.
+"""Run the stress test of Metinov et al.: 500 tokens after each prompt, frozen by their schedule.
 
 python benchmarks/freezing.py [-m MODEL] [--plot FILE]
 
 Stock llama.cpp (flash attention, full f16 cache) and policy rolling-freeze take turns with the same
-prompts, sampled as in the document (temperature 0.7, top-k 40, top-p 0.9; the token that ends a
+prompts, sampled as in the paper (temperature 0.7, top-k 40, top-p 0.9; the token that ends a
 text is ignored). Active entries are those in attention after each generated token, as a share of a
-full cache: the mean over the tokens, and the value at the end. The document reports 66.9 % fewer,
-in 5.2 times the time.
+full cache: the mean over the tokens, and the value at the end. The paper reports 66.9 % fewer, in
+5.2 times the time.
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ struct RowTile {
 };
 
 struct Unit {
-    RowTile tile;  // the first tile of a band
-    int chunk;
+    RowTile tile;  // the first one, if the unit is a band
+    int chunk;     // which range of the tile's entries; 0 if the unit is a band
 };
 
 // Says how the attention of a layer becomes units of work: rows of queries form tiles, and tiles
 // either form bands or are cut along the entries. This depends on lengths alone, not on the number
-// of threads, so that results are the same bit by bit with any number of threads.
+// of threads, so that results are the same bit for bit with any number of threads.
 struct Split {
     int group;      // query heads per KV head
     int rows;       // n_tokens * group; the rows of a token are neighbours

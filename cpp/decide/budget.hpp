@@ -20,7 +20,7 @@ struct BudgetRequest {
 // Returns how many pages hold `entries` entries.
 int pages_for(int entries, int entries_per_page);
 
-// Returns clamp(entropy / mean, low, high) for every head, the factor of the BitNet document.
+// Returns clamp(entropy / mean, low, high) for every head, the factor of README_ENTROPY_KV.
 std::vector<double> entropy_weights(const std::vector<double>& entropies, double mean, double low,
                                     double high);
 

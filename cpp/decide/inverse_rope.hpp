@@ -35,7 +35,7 @@ private:
 // Holds the rotations that rotate the stored keys of a text back, wherever RoPE has seen them.
 class StoredInverseRope {
 public:
-    // Covers the positions from `begin` to before `end`. n_sinks, shift: see rope_position().
+    // Covers the positions [begin, end). n_sinks, shift: see rope_position().
     StoredInverseRope(const RopeParams& rope, std::int32_t begin, std::int32_t end, int n_sinks,
                       std::int32_t shift)
         : inverse_(rope),

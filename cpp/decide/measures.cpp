@@ -23,7 +23,7 @@ float product_limit(const DetectionQuery& asked) { return asked.rows * asked.thr
 
 constexpr Statistic kNone = Statistic::probability;  // Measures without observations have this.
 constexpr float kEvenShare = 1.0f;
-constexpr float kThresholdOfProducts = 0.5f;  // the threshold of the freeze document
+constexpr float kThresholdOfProducts = 0.5f;  // the threshold of Metinov et al.
 
 // Defines a measure that depends on positions only, so that all heads keep the same ones.
 constexpr Measure positional(ScoreKind kind, const char* name, const char* summary,
@@ -36,7 +36,7 @@ constexpr Measure positional(ScoreKind kind, const char* name, const char* summa
 
 constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     positional(ScoreKind::streaming, "streaming", "the newer, the higher", newness),
-    // The score of the BitNet document, e^(-alpha * distance) plus 0.5 for the newest tenth, falls
+    // The score of README_ENTROPY_KV, e^(-alpha * distance) plus 0.5 for the newest tenth, falls
     // with the distance, too. It ranks as newness() does, which takes no exponential for each
     // entry.
     positional(ScoreKind::recency, "recency", "exponential decay, a bonus for the newest tenth",
@@ -45,10 +45,10 @@ constexpr std::array<Measure, kNumberOfMeasures> kMeasures{{
     // entry would have caused.
     {ScoreKind::mass, "mass", "squared attention probabilities", Evidence::queries,
      Statistic::squared_probability, true, false, nullptr, mass_limit, true, kEvenShare},
-    // H2O, SnapKV and the layer document use this.
+    // H2O, SnapKV and Kim and Jung (2025) use this.
     {ScoreKind::attention, "attention", "attention probabilities", Evidence::queries,
      Statistic::probability, false, false, nullptr, attention_limit, true, kEvenShare},
-    // The freeze document uses this. |q.k| is not a share of attention.
+    // Metinov et al. use this. |q.k| is not a share of attention.
     {ScoreKind::products, "products", "|q.k|, scaled as the softmax sees it", Evidence::queries,
      Statistic::product, false, false, nullptr, product_limit, false, kThresholdOfProducts},
     // This is the score of KVzip (Kim et al. 2025, arXiv:2505.23416).

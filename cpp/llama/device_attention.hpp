@@ -77,7 +77,7 @@ struct DevicePredictor {
 // Holds the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
 
-// A range of layers of a device: from `first` to before `end`.
+// A range of layers of a device: [first, end).
 struct LayerRange {
     std::size_t first = 0;
     std::size_t end = 0;
@@ -146,8 +146,8 @@ public:
     // Collects the rows of a layer that must be moved, for move_rows(); this can be done while the
     // device computes.
     void collect_moves(int layer);
-    // Changes a node of llama.cpp's graph in a step that is computed there: one that writes K or V
-    // of a layer, for all sequences of the step.
+    // Changes a node of llama.cpp's graph that writes K or V of a layer, for all sequences of the
+    // step. Only for steps whose attention that graph computes.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
     // Returns the operations that replace the attention node of one of a layer's readers, and nodes
     // that compute nothing: the attention of this sequence and of those in the next places,

@@ -273,10 +273,10 @@ bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) cons
     });
 }
 
-// Tells whether the device computes attention of n_tokens tokens to a layer's rows, and writes no
-// further than the results go. The nodes of llama.cpp that become this attention have no room
-// behind their results; some devices need it for copies of rows in another type. third, fourth:
-// sizes of the dimensions of K and V.
+// Tells whether the device can compute attention of n_tokens tokens to a layer's rows, and writes
+// nothing behind the results. It takes the place of nodes of llama.cpp that have no room there;
+// some devices need room for copies of rows in another type. third, fourth: the sizes of these two
+// dimensions of K and V.
 bool DeviceAttention::computes_in_node(const Served& served, int n_tokens, int third,
                                        int fourth) const {
     const DeviceLayer& layer = *served.layer;

@@ -66,7 +66,7 @@ struct RowMove {
 // Says which rows of a layer are those of one KV head.
 struct DeviceHead {
     int first_row = 0;             // number in the layer's tensors
-    int first_position = 0;        // in the layer's positions, where heads begin at whole steps
+    int first_position = 0;        // in the layer's positions: a multiple of kDeviceRowStep
     std::vector<float> positions;  // of the rows; kFreeRow: the row holds nothing
     int count = 0;                 // entries, in the first rows
     int staged = 0;                // tokens of the current micro-batch, behind the entries

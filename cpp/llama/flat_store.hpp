@@ -1,6 +1,6 @@
-// Evicts whole positions from llama.cpp's own cache, as the BitNet document does: all heads keep
-// the same positions, llama_memory_seq_rm removes the others, and saving and loading the state
-// compacts the cells. This works with any backend.
+// Evicts whole positions from llama.cpp's own cache, as README_ENTROPY_KV does: all heads keep the
+// same positions, llama_memory_seq_rm removes the others, and saving and loading the state compacts
+// the cells. This works with any backend.
 #pragma once
 
 #include <cstddef>

@@ -25,8 +25,8 @@ inline void six_bit_scales(const Rows& units, Floats* s, Floats* m) {
     }
 }
 
-// Reads 64 codes from the 32 bytes at `offset`: the first 32 are the lower halves, the next 32 the
-// upper halves.
+// Returns codes 32 j to 32 j + 31, of 4 bits each. From `offset` on, every 32 bytes hold 64 codes:
+// the first 32 in their lower halves, the next 32 in their upper halves.
 template <class Bytes>
 inline auto nibbles_of_two(const Bytes& bytes, int offset, int j) {
     return field(bytes.at(offset + 32 * (j / 2)), 4 * (j % 2), 15);

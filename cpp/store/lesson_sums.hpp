@@ -26,8 +26,8 @@ public:
     void add(std::size_t layer, std::size_t head, const PageLayout& layout,
              const StagedEntries& staged, const InverseRope& inverse_rope, const float* observed,
              int n_sinks, const KernelTable& kernels, float* scratch) noexcept;
-    // Adds the stored entries of a head at the positions from `begin` to before `end`, with the
-    // shares that an echo has left in their importance.
+    // Adds the stored entries of a head at the positions [begin, end), with the shares that an echo
+    // has left in their importance.
     void add_stored(std::size_t layer, std::size_t number, const Head& head, std::int32_t begin,
                     std::int32_t end, const StoredInverseRope& inverse_rope,
                     const KernelTable& kernels, float* scratch) noexcept;

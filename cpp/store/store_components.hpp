@@ -108,8 +108,8 @@ struct StoreComponents {
     // Starts or stops collecting lessons in all stores of the pool, from the next micro-batch on;
     // clear_lessons() drops what was collected.
     void collect_lessons(bool on);
-    // Adds lessons of the stored entries at positions from `begin` to before `end`, which an echo
-    // has repeated. Sinks are left out. shift: as for predict_stored().
+    // Adds lessons of the stored entries at the positions [begin, end), which an echo has repeated.
+    // Sinks are left out. shift: as for predict_stored().
     void teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift);
     void clear_lessons();
     // Returns the lessons of the pool, or null.

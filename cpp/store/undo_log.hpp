@@ -1,5 +1,5 @@
 // Remembers what the commits of draft tokens change in a KV head, so that a rollback leaves the
-// head bit by bit as it was before the first wrong draft: how many entries it held, the importance
+// head bit for bit as it was before the first wrong draft: how many entries it held, the importance
 // that queries changed, the entries that an eviction dropped, and those that it moved.
 #pragma once
 

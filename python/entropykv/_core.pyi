@@ -711,7 +711,7 @@ class HeadwiseStore:
     def settle_drafts(self, n_accepted: int) -> None:
         """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed.
 
-        The store is then, bit by bit, as if the accepted tokens had been read one by one.
+        The store is then, bit for bit, as if the accepted tokens had been read one by one.
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
@@ -759,8 +759,7 @@ class HeadwiseStore:
         """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add the lessons of the stored entries at positions from `begin` to before `end`: see
-        lessons().
+        """Add the lessons of the stored entries at the positions [begin, end): see lessons().
 
         This is for text that was stored before an echo repeated it: the shares of attention that
         the queries of the echo gave are stored with the entries, in 8 bits. Sinks are left out.

@@ -1,4 +1,4 @@
-// Tests the entries of heads as bytes: a loaded sequence continues like the saved one, bit by bit,
+// Tests the entries of heads as bytes: a loaded sequence continues like the saved one, bit for bit,
 // and damaged states are refused.
 #include <algorithm>
 #include <cstring>

@@ -142,8 +142,8 @@ def test_an_image_that_sees_itself_needs_a_micro_batch_of_its_size(
 
 
 def test_text_after_an_image_goes_on_as_in_llama_cpp(model: VisionModel) -> None:
-    """Text after an image gives llama.cpp's logits token by token, also with M-RoPE, whose
-    positions lag behind.
+    """Text that is read token by token after an image gives llama.cpp's logits, also with M-RoPE,
+    where RoPE's positions are less than those of the text.
     """
     more = " in the other land of the old road"
     expected = helper_logits(model.path, model.projector, TEXT + more, FILES)

@@ -114,7 +114,7 @@ def test_a_server_keeps_what_several_conversations_agree_on(
         assert server.post("/v1/completions", body).status_code == 200
 
     with Server(model=own_llama, usual=usual) as server:
-        # The same conversation again confirms nothing, also where a fork goes on with it.
+        # The same conversation again does not count as another text, even if a fork continues it.
         for seed in (1, *range(1, LEAST_TEXTS + 1)):
             assert not learnt_folder.exists() or not kept_in(learnt_folder).complete
             ask(server, seed)

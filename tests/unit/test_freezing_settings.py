@@ -22,7 +22,8 @@ from entropykv.settings.options import Budget, parse_bytes
 def test_the_defaults_are_the_document_s() -> None:
     freezing = Freezing()
     assert (freezing.window, freezing.rate) == (32, 2.0)
-    # Without a value, the threshold depends on the measure: it is 0.5 for the document's.
+    # Without a value, the threshold depends on the measure: it is 0.5 for |q.k|, the measure of
+    # Metinov et al.
     assert freezing.threshold is None
     assert freezing.recall_interval == 1
     assert (freezing.where, freezing.directory, freezing.limit_bytes) == ("ram", None, None)

@@ -279,7 +279,9 @@ def test_budgets_change_with_every_large_micro_batch(n: int, position: int, n_ub
 
 
 def test_no_head_gets_more_than_it_can_hold() -> None:
-    """No head gets more entries than it can hold before the next share; the others keep them."""
+    """No KV head gets more entries than it can hold until budgets are shared again; the others get
+    the rest.
+    """
     plan = plan_for("adaptive", 100)
     layers, online = adaptive(plan)
     read(layers.store, [96], HEADS[0])

@@ -59,8 +59,8 @@ def test_a_policy_has_one_name(name: str, measure: str, order: list[str], n: int
 
 @pytest.mark.parametrize("name", ["layer", "layer-range"])
 def test_the_layer_document_adds_up_whatever_is_measured(name: str) -> None:
-    """In the layer document's policy, importance adds up over the prompt without decay, by any
-    measure.
+    """In the policies of Kim and Jung (2025), importance adds up over the prompt without decay, by
+    any measure.
     """
     assert named(f"{name}:attention") == POLICIES[name]
     for measure in ("attention", "mass", "products"):
@@ -98,7 +98,7 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
     policy = named("rolling-freeze")
     assert str(policy.importance) == "attention"
     assert named("rolling-freeze:attention") == policy
-    # In the document, entries are ranked by products.
+    # Metinov et al. rank entries by |q.k|.
     assert named("rolling-freeze:products").importance.measure == "products"
     assert named("rolling-freeze:products").schedule
     assert schedules("rolling-freeze")

@@ -174,7 +174,8 @@ def compare_ways(
 
     Without the profile, the model has learnt from the texts `taught`: see lessons_of(). Without
     passages nothing is compared, and the best way uses only the profile's predictor, if it has one.
-    Memory holds one model and the logits of two readings of a passage.
+    Memory holds one model and the logits of two readings of a passage. Raises SettingsError without
+    settings.profile.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -221,7 +222,7 @@ def try_ways(
 ) -> Iterator[Arrays]:
     """Yield for each passage the divergences of its continuation and of its repetition, (ways,
     budgets), what share of the latter the full cache predicts, which facts it knows, (facts,), and
-    which are known, (ways, budgets, facts): a Step.
+    which are known, (ways, budgets, facts): a Step. Raises SettingsError without settings.profile.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -265,7 +266,8 @@ def teach(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
 ) -> Iterator[Arrays]:
     """Yield the weights of every layer of the predictor that sessions without the profile learn
-    from the texts; nothing if they teach too little: a Step.
+    from the texts; nothing if they teach too little: a Step. Raises SettingsError without
+    settings.profile.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")

@@ -1,7 +1,7 @@
 """Calibrate a model: measure the entropy of every query head, and the losses of KV heads, over
 texts.
 
-The method is that of the BitNet document: H = -sum p log2 p of the attention rows at 25, 50, 75 and
+The method is that of README_ENTROPY_KV: H = -sum p log2 p of the attention rows at 25, 50, 75 and
 100 % of every text, averaged over 20 texts. The attention op of the headwise store computes the
 entropy of every row anyway. Therefore one pass over a text gives all of them, with the model
 quantised as users run it.
@@ -71,7 +71,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """Hold how much is read; the defaults are those of the BitNet document.
+    """Hold how much is read; the defaults are those of README_ENTROPY_KV.
 
     Entropies are measured in `n_sequences` sequences of up to `max_length` tokens, which `seed`
     chooses, over the attention rows that `rows` names, one of entropykv.profile.parts.ROWS. K and V

@@ -266,7 +266,9 @@ class ReadText:
         self._whole = store.checkpoint()
 
     def rollback(self) -> None:
-        """Restore the store's state at the end of the text."""
+        """Restore the store's state at the end of the text; raises CalibrationError if the pool has
+        no room for it.
+        """
         if self._whole is None or not self._store.go_on_from(self._whole, ends=False):
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 

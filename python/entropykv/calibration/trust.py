@@ -85,7 +85,8 @@ def lose(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
     """Yield one array for each text: the losses over its continuation, and over each repetition of
-    a piece, (1 + REPETITIONS, 2, n_layer, n_head_kv), without and with predictions: a Step.
+    a piece, (1 + REPETITIONS, 2, n_layer, n_head_kv), without and with predictions: a Step. Raises
+    SettingsError without a profile that has a predictor.
     """
     if settings.profile is None or settings.profile.predictor is None:
         raise SettingsError("trust is of a predictor; give a profile that has one")

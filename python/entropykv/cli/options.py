@@ -356,9 +356,10 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
 
 
 def fetch_named(options: argparse.Namespace) -> None:
-    """Fetch the model of -hf, and set its path as that of -m; raises HubError.
+    """Fetch the model of -hf, and set its path as that of -m.
 
-    This may take long, so all other checks of the options come before.
+    Raises HubError, or SettingsError for --hf-file without -hf. This may take long, so all
+    other checks of the options come before.
     """
     if options.hf_repo is None:
         if options.hf_file is not None:
@@ -374,7 +375,10 @@ def fetch_named(options: argparse.Namespace) -> None:
 
 
 def check_writable(path: str | None) -> None:
-    """Check that a file can be written, before an hour of work instead of after it."""
+    """Raise SettingsError unless a file can be written: before an hour of work instead of after it.
+
+    An empty file is created if there is none. `path` None: nothing is checked.
+    """
     if path is None:
         return
     try:
@@ -385,8 +389,8 @@ def check_writable(path: str | None) -> None:
 
 
 def check_output(path: str) -> None:
-    """Check a path as check_writable() does, but create nothing: the file is written at the end, at
-    once.
+    """Raise SettingsError unless a path can be written, but create nothing: the file is written at
+    the end, at once.
     """
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):

@@ -94,7 +94,8 @@ class _Reading:
         """Read a document on this machine, unless it is complete; `check` may raise to stop.
 
         The model is loaded for each document, because a session that has read another text before
-        may keep other entries (policies that learn).
+        may keep other entries (policies that learn). Raises SettingsError if this machine has
+        another model at the path.
         """
         if identity_of(read_geometry(self.options.model)) != self.identity:
             raise SettingsError(

@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _most_written(session: Session, tokens: list[int], options: argparse.Namespace) -> int:
-    """Return the most tokens of the answer; -1: until the model or the context ends.
+    """Return the most tokens of the answer; -1: until the model ends it or the context is full.
 
     A document has a context of a million tokens, so an answer about it ends where it would end
     without a document: at the length that the model was trained for.

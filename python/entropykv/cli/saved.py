@@ -41,7 +41,7 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load a session if `path` is given, and print a note."""
+    """Load a session if `path` is given, and print a note; raises SettingsError for a document."""
     if path is None:
         return None
     with open_session(path) as reader:

@@ -104,7 +104,8 @@ class Rope:
 
         Source: _compute_llama3_parameters in transformers' modeling_rope_utils.py. Wavelengths
         above n_ctx / low_freq_factor are multiplied by `factor`, those below n_ctx /
-        high_freq_factor stay, and those between are blended.
+        high_freq_factor stay, and those between are blended. Raises ModelFileError unless
+        low_freq_factor is below high_freq_factor.
         """
         if self.kind != "llama3":
             return None
@@ -147,7 +148,9 @@ class HfCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> HfCheckpoint:
-        """Read config.json; raises UnsupportedModelError for a model that cannot be converted."""
+        """Read config.json; raises ModelFileError if it is missing, and UnsupportedModelError for a
+        model that cannot be converted.
+        """
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -196,7 +199,11 @@ class HfCheckpoint:
 
     @property
     def shape(self) -> DecoderShape:
-        """Return the sizes of the model's tensors."""
+        """Return the sizes of the model's tensors.
+
+        Raises ModelFileError for impossible sizes, and UnsupportedModelError for those that the
+        target architecture cannot have.
+        """
         n_head = self.integer("num_attention_heads")
         n_embd = self.integer("hidden_size")
         head_dim = self.integer("head_dim", n_embd // n_head)
@@ -225,7 +232,10 @@ class HfCheckpoint:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """Return the object quantization_config, or an empty one if config.json has none."""
+        """Return the object quantization_config, or an empty one if config.json has none.
+
+        Raises UnsupportedModelError if it is not BitNet's, or has a norm in every projection.
+        """
         value = self.config.get("quantization_config") or {}
         if not isinstance(value, dict) or value.get("quant_method", "bitnet") != "bitnet":
             raise UnsupportedModelError(

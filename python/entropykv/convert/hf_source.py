@@ -74,7 +74,7 @@ class PackedTensor(TernaryTensor):
 
     def rows(self, first: int, count: int) -> Ternary:
         """Unpack `count` rows from row `first` on: two bits of every byte hold one quarter of the
-        rows.
+        rows. Raises ModelFileError for values other than -1, 0 and 1.
         """
         n_packed = self.stored.shape[0]
         parts = []

@@ -71,7 +71,10 @@ class PermutedFile(FileTensor):
 
 
 def permuted(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a query or key projection (weight or bias) in the row order of the llama graph."""
+    """Return a query or key projection (weight or bias) in the row order of the llama graph.
+
+    Raises EntropyKVError unless it is a TernaryTensor or a FileTensor.
+    """
     if isinstance(tensor, TernaryTensor):
         return PermutedTernary(tensor.shape, tensor, head_dim)
     if not isinstance(tensor, FileTensor):

@@ -240,10 +240,10 @@ class BudgetContext(internals.LlamaContext):
         self.session.text.truncate(0)
 
     def kv_cache_seq_rm(self, seq_id: int, p0: int, p1: int) -> bool:  # noqa: ARG002
-        """Roll back to position p0 if nothing was evicted since; returns whether the session has p0
-        tokens now.
+        """Roll back to position p0 if that leaves exactly the entries that were held when the text
+        ended there; returns whether the session has p0 tokens now.
 
-        For a range in the middle it also returns False, and nothing changes.
+        For a range that ends before the text does, it returns False, and nothing changes.
         """
         first = max(p0, 0)
         ends = p1 < 0 or p1 >= self.session.position

@@ -142,7 +142,10 @@ class References:
         return all(file.exists() for file in files) and files[1].stat().st_size == self._n_bytes
 
     def write(self, digest: str, blocks: Iterator[Logits], greedy: Callable[[], list[int]]) -> None:
-        """Write the rows of a text to its file, then the tokens that `greedy` returns."""
+        """Write the rows of a text to its file, then the tokens that `greedy` returns.
+
+        Raises EntropyKVError if they cannot be written.
+        """
         try:
             with open(self._logits(digest), "wb") as file:
                 for block in blocks:

@@ -69,7 +69,8 @@ class DatasetPart(AnswersPart):
 def rouge_scorer() -> Scorer:
     """Return a function that computes ROUGE F1 with the package rouge-score.
 
-    Of several right answers, the best score counts for each type.
+    Of several right answers, the best score counts for each type. Raises MissingExtraError without
+    the package.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer  # noqa: PLC0415

@@ -52,8 +52,8 @@ class GenerationRequest:
     sampling: Sampling = field(default_factory=Sampling)
     """How tokens are chosen; its grammar says what the answer behind a thought must be."""
     max_tokens: int = -1
-    """The most tokens of the answer; -1: until the model or the context ends, 0: the prompt is only
-    read.
+    """The most tokens of the answer; -1: until the model ends it or the context is full, 0: the
+    prompt is only read.
     """
     stops: tuple[str, ...] = ()
     """Texts that end the answer, and are left out."""

@@ -117,7 +117,7 @@ def _set_load_mode(parameters: Any, use_mmap: bool, use_mlock: bool) -> None:
 def read_overrides(texts: Iterable[str]) -> dict[str, bool | int | float | str]:
     """Read values of the form KEY=TYPE:VALUE, separated by commas, as llama.cpp does.
 
-    Raises SettingsError for a value that is malformed or too long.
+    Raises SettingsError for a value that is malformed or too long, and for too many of them.
     """
     overrides: dict[str, bool | int | float | str] = {}
     for text in (part for each in texts for part in _NEXT_OVERRIDE.split(each)):

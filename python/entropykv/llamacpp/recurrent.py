@@ -56,7 +56,9 @@ class RecurrentState:
         llama_cpp.llama_memory_seq_rm(self._memory, self.sequence, -1, -1)
 
     def save(self) -> bytes:
-        """Return the state in llama.cpp's format."""
+        """Return the state in llama.cpp's format; raises RuntimeError if llama.cpp does not give
+        it.
+        """
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
         size = llama_cpp.llama_state_seq_get_size_ext(self._context, self.sequence, flags)
         state = (ctypes.c_uint8 * size)()

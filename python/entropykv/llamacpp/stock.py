@@ -104,7 +104,9 @@ class StockSession:
             yield logits
 
     def save_state(self) -> StockState:
-        """Return the current state, for load_state() of this session."""
+        """Return the current state, for load_state() of this session; raises EntropyKVError if
+        llama.cpp cannot save it.
+        """
         data = np.empty(llama_cpp.llama_state_seq_get_size(self._context, SEQUENCE), np.uint8)
         done = llama_cpp.llama_state_seq_get_data(
             self._context, _bytes_of(data), data.size, SEQUENCE
@@ -114,7 +116,9 @@ class StockSession:
         return StockState(self.position, data)
 
     def load_state(self, state: StockState) -> None:
-        """Restore a state that save_state() returned."""
+        """Restore a state that save_state() returned; raises EntropyKVError if llama.cpp cannot
+        load it.
+        """
         self.reset()
         data = state.data
         if not llama_cpp.llama_state_seq_set_data(

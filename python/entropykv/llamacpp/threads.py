@@ -137,9 +137,10 @@ class ThreadChoice:
         return self._asked[0].threads - self.way.threads if self._asked else 0
 
     def note_free(self, free: bool) -> None:
-        """Take down whether as many cores as were asked for were free beside the current threads.
+        """Begin the trial that waits for free cores if they are free, or else put it off.
 
-        Steps that were computed meanwhile do not count, because they were disturbed.
+        `free`: whether `cores_asked` cores were free beside the current threads. Steps that were
+        computed meanwhile do not count, because looking for free cores disturbed them.
         """
         if self._asked is None:
             return

@@ -499,7 +499,8 @@ def resolve(
     policy uses none or there is none. `instead`: the store that serves the model although headwise
     or auto was requested, and why. `predictable`: whether the model's keys before RoPE are known,
     which only its graph can tell. Raises SettingsError for options that contradict each other or
-    that the model or its store does not support, and ContextError for too many sinks.
+    that the model or its store does not support, UnsupportedModelError for the flat store in a
+    pool, and ContextError for too many sinks.
     """
     asked = options.store if instead is None else instead[0]
     store: Literal["headwise", "device", "flat"] = (

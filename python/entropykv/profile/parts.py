@@ -24,7 +24,7 @@ from entropykv.profile.json_fields import (
 
 ROWS = ("quarters", "all")
 """The attention rows that a head's entropy is averaged over: those at 25, 50, 75 and 100 % of every
-text (the BitNet document), or all rows of every text.
+text (README_ENTROPY_KV), or all rows of every text.
 """
 
 _OPTIONAL = ("layer_damage", "importance")

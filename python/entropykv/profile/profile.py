@@ -1,6 +1,6 @@
 """Define the entropy profile: the attention entropy of every query head, and its JSON file.
 
-Version 1 is the file format of the BitNet document; version 2 is the format that entropykv writes.
+Version 1 is the file format of README_ENTROPY_KV; version 2 is the format that entropykv writes.
 Both can be read.
 """
 
@@ -187,8 +187,9 @@ class EntropyProfile:
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a version 2 file; it is renamed into place, so that a crash leaves no
-        partial file.
+        """Write a version 2 file; it is renamed into place, so that a crash leaves no partial file.
+
+        Raises ProfileError if it cannot be written.
         """
         text = to_text(self.to_dict())
         try:

@@ -188,7 +188,7 @@ def _label(runs: Mapping[str, Any], run: str, name: str) -> str:
 
 
 def trajectory_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Draw how many entries a KV head holds on average as the text grows, like the freeze document.
+    """Draw how many entries a KV head holds on average as the text grows, like Metinov et al.
 
     `runs`: the results of Trajectory.to_json(). Steps at which the recovery ladder acted are
     marked.

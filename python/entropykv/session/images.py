@@ -153,8 +153,8 @@ class ReadyImage:
         return self.rows.nbytes
 
     def part(self, first: int, last: int, position: int) -> Embedded:
-        """Return the rows from `first` to before `last`, to be read, for an image that begins at
-        `position` for RoPE.
+        """Return the rows [first, last) with what is needed to read them; `position`: where the
+        image begins for RoPE.
         """
         positions = None
         if self.positions is not None and self.moves is not None:

@@ -140,7 +140,7 @@ class ModelRunner:
             self.slots,
             self.scheduler.is_waiting,
         )
-        """The budget, and the sequences that share it; a session alone is a pool of one."""
+        """The budget, and the sequences that share it; without a Pool, there is only one."""
 
     @property
     def untaught(self) -> str | None:
@@ -223,8 +223,8 @@ class ModelRunner:
     def remove_slot_later(self, slot: SequenceSlot) -> None:
         """Free a sequence before the next step, without waiting.
 
-        The garbage collector may call this in any thread, and within a step. A session alone has no
-        next step, so everything is freed at once.
+        The garbage collector may call this in any thread, and within a step. A session without a
+        Pool has no next step, so everything is freed at once.
         """
         slot.gone = True
         if self.scheduler.is_forked:

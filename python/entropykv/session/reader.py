@@ -189,11 +189,11 @@ class SequenceReader:
         return part.n_right
 
     def _most_drafts(self) -> int:
-        """Return how many drafts may follow the next token, by the context, the share and the
-        echoes of the sequence.
+        """Return how many drafts may follow the next token: as many as the settings, the context,
+        and the share and the echoes of the sequence allow.
 
-        It is 0, so that a single token is read, before a longer text changes the shares of a pool,
-        and while echoes are due.
+        There are none before a longer text changes the shares of a pool, and while echoes are due:
+        then a single token is read.
         """
         config, slot = self._runner.config, self._slot
         end = min(config.n_ctx, slot.shared_for or config.n_ctx)

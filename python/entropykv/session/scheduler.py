@@ -268,7 +268,7 @@ class Scheduler:
     def _lead(self) -> None:
         """Make one step, or wait until a session becomes idle."""
         self._gather()
-        # Another thread may have changed this while the calling one waited.
+        # While _gather() waited, another thread may have taken the lead, or read all that waited.
         if self._leader is not None or self._guests or not self._waiting:
             return
         self._leader = threading.get_ident()

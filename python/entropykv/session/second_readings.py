@@ -417,8 +417,8 @@ class SecondReadings:
             self._begins_to_predict()
 
     def teach(self, store: Store, slot: SequenceSlot, begin: int, end: int) -> None:
-        """Learn from the attention that an echo gave to older text of a live sequence, at positions
-        from `begin` to before `end`.
+        """Learn from the attention that an echo gave to older text of a live sequence, at the
+        positions [begin, end).
         """
         if self.fit is None or self.fit.predictor is not None:
             return

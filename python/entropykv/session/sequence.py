@@ -145,7 +145,10 @@ class TokenSequence:
         """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)
         self.reusable_from = 0
-        """The position at the end of the last eviction; 0 if nothing was ever evicted."""
+        """The first position, apart from 0, that a rollback can return to without missing entries:
+        where the text ended at the last eviction, or 0 if nothing was evicted. A number beyond the
+        context says that there is none.
+        """
         self.evicted_before = 0
         """How many entries had been evicted when note_evictions() was called last."""
         self.is_document = False

@@ -227,8 +227,8 @@ class Session:
         self.close_later()
 
     def close(self) -> None:
-        """Free the sequence, and leave its share to the others of a pool; a session alone also
-        frees the model.
+        """Free the sequence, and leave its share to the others of its Pool; without a Pool, also
+        free the model.
 
         close() waits for the running micro-batch. The session cannot be used any more: a thread
         that reads or writes it gets an EntropyKVError.

@@ -419,7 +419,8 @@ class PoolStatus:
 class SharedPool:
     """Hold the budget of a model runner, and the sequences that are live or swapped out.
 
-    A session alone is a pool of one sequence, which is live from the start and keeps its place.
+    Without a Pool, a session is the only sequence, which is live from the start and keeps its
+    place.
     """
 
     def __init__(
@@ -437,7 +438,7 @@ class SharedPool:
         swapped out; `is_waiting`: tells whether tokens of a sequence wait to be read.
         """
         self.core = context.pool
-        """The figures in bytes of what the sequences share; None for a session alone."""
+        """The figures in bytes of what the sequences share; None for a session without a Pool."""
         self.kept_texts = kept_texts
         kept_texts.can_be_cut = not context.recurrent
         self._config = config

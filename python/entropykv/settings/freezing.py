@@ -35,13 +35,13 @@ class Freezing:
     frozen. Policy rolling-freeze, policies that read twice, and tokens whose logits are all wanted
     search in whole prompts.
 
-    The other fields are the schedule of policy rolling-freeze (the freeze document, section 3).
+    The other fields are the schedule of policy rolling-freeze (Metinov et al., section 3).
     Entries older than the `window` newest tokens are detected if their attention in a step is below
     `threshold` even shares, and frozen for sqrt(detections) / `rate` steps, rounded down.
-    `history`: the number of latest steps whose detections count; 0: the whole text (the document
-    gives no value). With policy rolling-freeze:products, entries with |q.k| below `threshold` are
-    detected, as in the document; which values are low depends on the model. `threshold` None: 1,
-    and 0.5 for |q.k|, as in the document.
+    `history`: the number of latest steps whose detections count; 0: the whole text (the paper gives
+    no value). With policy rolling-freeze:products, entries with |q.k| below `threshold` are
+    detected, as in the paper; which values are low depends on the model. `threshold` None: 1, and
+    0.5 for |q.k|, as in the paper.
     """
 
     where: str = RAM

@@ -169,7 +169,10 @@ class FlatStore(Store):
         return plan
 
     def before(self, reading: TokensToRead) -> None:
-        """Compact if holes would cost attention time; rotate keys if positions run out."""
+        """Compact if holes would cost attention time; rotate keys if positions run out.
+
+        Raises UnsupportedModelError for images with positions of several dimensions (M-RoPE).
+        """
         embedded, position = reading.embedded, reading.position
         if embedded is not None and embedded.positions is not None:
             raise UnsupportedModelError(

@@ -270,7 +270,9 @@ class HeadwiseStore(KvHeadStore):
         return self.context.batch.most_drafts(self._store, wanted)
 
     def settle(self, n_right: int) -> None:
-        """Undo what wrong drafts have changed, bit by bit."""
+        """Undo all that drafts after the first `n_right` have changed: the store is as before them,
+        bit for bit.
+        """
         self._store.settle_drafts(n_right)
 
     def after(self, n_tokens: int) -> None:

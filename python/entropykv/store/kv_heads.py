@@ -84,7 +84,8 @@ def probed_layers(
     """Decode one token, during which the hook examines the graph; returns the shapes of the
     attention layers.
 
-    Raises UnsupportedModelError if the graph has something that the store does not support.
+    Raises EntropyKVError if llama.cpp cannot run the model, and UnsupportedModelError if the graph
+    has something that the store does not support.
     """
     if not decode_one_token(context):
         raise EntropyKVError(f"{model.geometry.path}: llama.cpp cannot run this model")
@@ -207,8 +208,8 @@ class ScorePrediction:
         self._store.collect_lessons(on)
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add the lessons of text at positions from `begin` to before `end`, which an echo has
-        repeated after it was read.
+        """Add the lessons of text at the positions [begin, end), which an echo has repeated after
+        it was read.
 
         `shift`: that of the store. Raises ValueError if lessons are not collected.
         """

@@ -254,8 +254,8 @@ class Learning(Protocol):
         """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
-        """Add the lessons of text at positions from `begin` to before `end`, which an echo has
-        repeated after it was read; `shift`: that of the store.
+        """Add the lessons of text at the positions [begin, end), which an echo has repeated after
+        it was read; `shift`: that of the store.
         """
 
     def lessons(self) -> Iterator[tuple[int, npt.NDArray[np.float64]]]:

@@ -151,7 +151,9 @@ class Parts(NamedTuple):
 
 
 class ThoughtReader(Protocol):
-    """Define a reader of a text in pieces; white space around tags belongs to neither part."""
+    """Split a text that arrives in pieces into its thought and its answer; white space around tags
+    belongs to neither.
+    """
 
     def take(self, text: str) -> Parts:
         """Add the next piece; returns the parts that are certain now."""

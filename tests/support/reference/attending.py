@@ -72,7 +72,7 @@ def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
 
 
 def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> Floats:
-    """Apply ALiBi: logits [n][group][T] fall linearly with the distance."""
+    """Apply ALiBi if there are slopes: logits [n][group][T] fall linearly with the distance."""
     if options.slopes is None:
         return logits
     distance = queries[:, None, None] - positions[None, None, :]

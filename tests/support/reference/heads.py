@@ -32,7 +32,7 @@ from tests.support.reference.values import Bools, Floats, Ints, stored
 
 
 class Schedule(NamedTuple):
-    """Hold the settings of section 3 of the freeze document, with the names in
+    """Hold the settings of section 3 of Metinov et al., with the names in
     cpp/decide/freezing.hpp.
     """
 

@@ -41,7 +41,7 @@ def updated_importance(
 
 
 def recency_score(position: int, newest: int, variation: float) -> float:
-    """Return the BitNet document's score; as in the store, float32 decides which positions are the
+    """Return README_ENTROPY_KV's score; as in the store, float32 decides which positions are the
     newest tenth.
     """
     span = max(newest, 1)

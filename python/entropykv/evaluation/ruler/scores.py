@@ -226,7 +226,12 @@ def string_match_all(answer: str, references: Sequence[str]) -> float:
 def ruler_parts(
     suite: Suite, model: Model, texts: Sequence[Text], *, seed: int, inside: bool
 ) -> list[RulerPart]:
-    """Make the samples; raises ContextError for a length that is too large or too small."""
+    """Return a part with samples of all tasks for each length and each question of the suite.
+
+    `texts` replace RULER's essays; `seed` determines the samples; `inside`: the budget does not
+    grow for question and answer. Raises ContextError for a length that is too large for the model,
+    or too small for a task.
+    """
     trained = model.geometry.n_ctx_train
     if max(suite.lengths) > trained:
         raise ContextError(

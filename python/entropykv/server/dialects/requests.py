@@ -94,7 +94,9 @@ class Choices:
         return {**chunk, **self._shown, "choices": [choice], **usage}
 
     def end(self) -> dict[str, Any] | None:
-        """Return a last chunk after those of all choices; None if there is none."""
+        """Return the chunk with the numbers of tokens that ends a stream; None unless `usage` is
+        set.
+        """
         if not self.usage:
             return None
         return {**self._shown, "choices": [], "usage": self._cost(), **self._times}
@@ -117,7 +119,7 @@ def _head(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(n_prompt: int, n_generated: int) -> dict[str, Any]:
-    """Return OpenAI's numbers of tokens."""
+    """Return the object `usage` of OpenAI's API, which counts tokens."""
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_generated,

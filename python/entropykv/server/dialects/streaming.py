@@ -44,10 +44,12 @@ class Joined(Protocol):
         """Return the joined answer."""
 
     def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a chunk of an answer as it is sent; None if it is not."""
+        """Return a chunk of the answer number `index` as clients get it; None if they do not."""
 
     def end(self) -> dict[str, Any] | None:
-        """Return a last chunk; None if there is none."""
+        """Return the chunk that ends the stream, after those of all answers; None if there is
+        none.
+        """
 
 
 async def respond(

@@ -263,9 +263,10 @@ class PrefixCache:
         return (near, spared) if spared >= LEAST_SPARED else (None, 0)
 
     def _copy_of_kept(self, near: _Conversation | None, caller: Caller) -> Session | None:
-        """Return a copy of a conversation; None if there is none.
+        """Return a copy of a conversation, or the conversation itself if there is no room for a
+        copy and it is the caller's own.
 
-        If there is no room for a copy, it may be the caller's own conversation itself.
+        Returns None if neither is possible, or if the conversation is gone.
         """
         with self._lock:
             # Another request may have taken the conversation, or the pool may have closed it.
