@@ -265,7 +265,7 @@ def bench(
 def _contestants(
     model: str | os.PathLike[str], settings: BenchSettings, length: int
 ) -> Iterator[_Contestant]:
-    """Make all contestants; stock with flash attention is the first."""
+    """Load and yield the contestants one by one; stock with flash attention is the first."""
     n_ctx = length + settings.n_generate + BLOCK
     stock = {"stock": True, **({NO_FLASH: False} if settings.no_flash else {})}
     for name, flash in stock.items():

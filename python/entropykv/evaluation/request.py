@@ -107,7 +107,7 @@ class EvalRequest:
         return dataclasses.replace(self, prompt=prompt)
 
     def parts(self, model: Model, stack: ExitStack, folder: Path | None = None) -> list[EvalPart]:
-        """Make the parts with their items; the model is needed only here, to count tokens.
+        """Return the parts with their items; the model is needed only here, to count tokens.
 
         The request must be one that with_prompt() returned. `stack` frees the resources of the
         parts; in `folder`, what stock predicts is kept for a later run. Raises ContextError for an
