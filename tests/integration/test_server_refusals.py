@@ -62,6 +62,7 @@ CHATS: dict[str, dict[str, Any]] = {
         "response_format": schema(strict=True, schema=NOT_ENFORCED)
     },
     "max_tokens": {"max_tokens": -3},
+    "top_logprobs without logprobs": {"top_logprobs": 5},
     "response_format": {"response_format": {"type": "unknown"}},
     "tool_choice": {"tools": tools({}), "tool_choice": NAMED},
     "schema that is no grammar": {"response_format": {"type": "json_object", "schema": POSTCODE}},

@@ -75,6 +75,7 @@ def test_run_refuses_wrong_combinations(tiny_llama: Path, tmp_path: Path) -> Non
         (("-p", "x", "--load-session", tmp_path), ("is a directory",)),
         (("-p", "x", "--load-session", junk), ("is not a saved session",)),
         (("-p", "x", "--load-session", tiny_llama), ("is not a saved session",)),
+        (("-p", "x", "--document", junk), ("is not a saved session or document", "entropykv read")),
         (("-p", "x", "--load-session", file, "--kv-type", "f16"), ("--kv-type q8_0",)),
         (("-p", "x", "--load-session", file, "--store", "flat"), ("--store headwise",)),
         (("-p", "x " * 400, "--load-session", file), ("after 7 of the saved session", "400")),

@@ -109,6 +109,12 @@ def test_policy_freeze_goes_by_what_each_step_finds() -> None:
             named(f"rolling-freeze:{measure}")
 
 
+@pytest.mark.parametrize("name", [AUTO, FAST])
+def test_a_policy_that_chooses_its_measure_takes_none(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"policy {name} chooses its measure itself"):
+        named(f"{name}:mass")
+
+
 def test_the_flat_store_takes_no_measure_of_attention() -> None:
     with pytest.raises(SettingsError, match="cannot follow policy uniform:attention"):
         policy_named("uniform:attention", None, "flat")

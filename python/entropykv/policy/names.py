@@ -266,6 +266,11 @@ def _chosen(
 
 def _parsed(text: str) -> Policy:
     name, colon, measure = text.partition(":")
+    if name in (AUTO, FAST):
+        raise SettingsError(
+            f"policy {name} chooses its measure itself; use --policy {name}, or name a policy that "
+            "takes one, as in adaptive:mass"
+        )
     if name not in POLICIES:
         known = ", ".join([AUTO, FAST, *POLICIES])
         raise SettingsError(f"policy cannot be {name!r}; use one of {known}")

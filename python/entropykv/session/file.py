@@ -371,8 +371,8 @@ class SessionReader:
         self._digest.update(prefix)
         if not prefix or not prefix.startswith(MAGIC[: len(prefix)]):
             raise SessionFileError(
-                f"{self.where}: is not a saved session; give a file of --save-session "
-                "(Session.files.save)"
+                f"{self.where}: is not a saved session or document; give a file of "
+                "--save-session (Session.files.save), or one that `entropykv read` has written"
             )
         if len(prefix) < PREFIX.size:
             raise self._cut(PREFIX.size)

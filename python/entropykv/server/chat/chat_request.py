@@ -206,6 +206,13 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         in the form of the writer that `make` returns. Raises RequestError.
         """
         check_passages(self.passages, job)
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError(
+                400,
+                "top_logprobs: they come with logprobs; give logprobs true, or leave top_logprobs "
+                "out",
+                param="top_logprobs",
+            )
         model, use = job.model, self.tool_use()
         options = self.thinking_options(model)
         prompt = self.prompt(job, use)
