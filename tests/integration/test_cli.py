@@ -158,6 +158,13 @@ def test_files_that_are_no_models(tiny_llama: Path, tmp_path: Path) -> None:
         assert_refused(entropykv("run", "-m", model, "-p", "x"), model.name, word)
 
 
+@pytest.mark.parametrize("words", ["run {} -p x", "chat {}", "plan -m {} {}", "serve {}"])
+def test_a_model_without_an_option_before_it(tiny_llama: Path, words: str) -> None:
+    """Other programs take a model so; the way out is -m, not a list of all its relatives."""
+    result = entropykv(*words.replace("{}", str(tiny_llama)).split())
+    assert_refused(result, f"{tiny_llama} has no option before it", f"-m {tiny_llama}")
+
+
 @pytest.mark.parametrize(("command", "budget"), [("run", "-1"), ("plan", "abc")])
 def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None:
     prompt = ("-p", "x") if command == "run" else ()

@@ -76,6 +76,18 @@ def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
     np.testing.assert_array_equal(*logits)
 
 
+def test_a_text_of_few_tokens_is_not_said_to_have_taught(
+    own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read twice of a short text closes no round, so that nothing of it is kept."""
+    need_texts(monkeypatch, 3)
+    read(own_llama, TOKENS)
+    said = read(own_llama, OTHERS[:100], kv_budget=40)
+    assert said is not None
+    assert "1 of 3 texts have taught something" in said
+    assert kept_in(learnt_folder).n_texts == 1
+
+
 def test_every_text_of_the_first_ones_teaches_a_round(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,10 @@ COMMANDS = {
         "list models that need no download, public 1.58-bit models, or architectures",
     ),
     "convert": ("convert", "convert a 1.58-bit model for stock llama.cpp"),
-    "calibrate": ("calibrate", "measure the attention entropy of every head of a model"),
+    "calibrate": (
+        "calibrate",
+        "measure once what each head of a model needs, so that budgets lose less",
+    ),
     "profile": ("profile", "show an entropy profile, or compare two"),
     "eval": ("evaluate", "measure what a budget costs in quality"),
     "bench": ("bench", "measure speed against stock llama.cpp"),

@@ -1,4 +1,4 @@
-"""`entropykv calibrate`: measure the attention entropy of every head of a model."""
+"""`entropykv calibrate`: measure what each head of a model needs, and write its profile."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "calibrate",
-        description="Read texts with a model and write the entropy profile of its heads, for "
-        "--entropy-config. Progress goes to stderr.",
+        description="Read texts with a model, and write a profile of what each of its heads "
+        "needs. Beside the model, every command finds it; elsewhere, --entropy-config names it. At "
+        "the end, budgets with and without the profile are compared, and the better ones are used. "
+        "Progress goes to stderr.",
     )
     sources = parser.add_mutually_exclusive_group(required=True)
     add_model_option(parser, sources)

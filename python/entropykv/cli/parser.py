@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from entropykv.errors import SettingsError
 
 HELP = ("-h", "--help", "--usage")
 """The words that ask for the first options of a command."""
+_MODEL_OPTIONS = {"-m", "--model", "-hf", "-hfr", "--hf-repo", "--demo"}
 _IN_MEMORY = "all weights are in main memory: this llama-cpp-python is built without a GPU"
 
 
@@ -110,7 +112,13 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_HelpAll, help=argparse.SUPPRESS)
         notes: dict[str, str] = {}
         kept = self._without_noted(list(args or ()), notes)
-        parsed = super().parse_known_args(kept, namespace)
+        try:
+            parsed = super().parse_known_args(kept, namespace)
+        except SettingsError:
+            if not _MODEL_OPTIONS.intersection(word.partition("=")[0] for word in kept):
+                self._refuse_bare_model(kept)
+            raise
+        self._refuse_bare_model(parsed[1])
         if len(notes) == 1:
             ((flag, why),) = notes.items()
             say(f"{flag} changes nothing here: {why}")
@@ -177,6 +185,16 @@ class CommandParser(argparse.ArgumentParser):
             known = [name for name in self._option_string_actions if name.startswith("--")]
             way_out = did_you_mean(flag, known) or f"; see {self.prog} --help"
             raise SettingsError(f"{flag} is not an option of {self.prog}{way_out}")
+
+    def _refuse_bare_model(self, words: Sequence[str]) -> None:
+        """Refuse a model file without an option before it, as other programs take it."""
+        if "-m" not in self._option_string_actions:
+            return
+        for before, word in itertools.pairwise(("", *words)):
+            if word.endswith(".gguf") and not word.startswith("-") and not before.startswith("-"):
+                raise SettingsError(
+                    f"{word} has no option before it; a model is given as -m {word}"
+                )
 
     def error(self, message: str) -> NoReturn:
         """Raise SettingsError with one sentence, without the long usage text."""

@@ -287,16 +287,15 @@ class PredictorFit:
         elif self.predictor is not None:
             then = "later ones are read once"
         elif known >= self.n_needed:
+            # Only what closed a round counts: a text of a few tokens has taught nothing yet.
+            n_texts = 0 if self.learnt is None else min(self.learnt.n_texts, LEAST_TEXTS)
             then = (
-                f"{min(self._n_texts, LEAST_TEXTS)} of {LEAST_TEXTS} texts have taught something, "
+                f"{n_texts} of {LEAST_TEXTS} texts have taught something, "
                 "and later ones are read twice in a smaller part"
             )
         else:
             then = f"{known} tokens have taught something so far, and {self.n_needed} are needed"
-        said = (
-            f"{self.n_tokens} tokens beyond the budget were read twice, to learn what this model "
-            f"looks up; {then}"
-        )
+        said = f"{self.n_tokens} tokens were read twice, to learn what this model looks up; {then}"
         return said if self._obstacle is None else f"{self._obstacle}; {said}"
 
 
