@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.names import POLICIES
+from entropykv.policy.names import POLICIES, policy_named
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, plan_flat, plan_headwise
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
@@ -147,6 +147,28 @@ def test_a_headwise_plan_fits_its_bytes_and_its_pool(n_bytes: int, n_ctx: int, k
 def test_a_fraction_is_of_the_context(fraction: float, n_ctx: int) -> None:
     entries = headwise(Budget.parse(fraction), n_ctx).mean_entries
     assert fraction * n_ctx - 1 < entries <= fraction * n_ctx + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("adaptive:mass+values+predicted", 375),
+        ("adaptive:attention+predicted", 375),
+        ("adaptive", 500),
+        ("adaptive:mass+values+echo", 500),
+        ("adaptive:predicted", 500),
+        ("uniform:mass+values+predicted", 500),
+    ],
+)
+def test_only_adaptive_budgets_with_added_predictions_have_a_smaller_window(
+    name: str, window: int
+) -> None:
+    policy = policy_named(name, None, "headwise")
+    plan = plan_headwise(Budget.parse(1000), SHAPES, 4096, "q8_0", policy, None, 4, None)
+    assert (plan.mean_entries, plan.protection.recent_window) == (1000, window)
+    assert plan.floor_entries == 4 + window
+    given = plan_headwise(Budget.parse(1000), SHAPES, 4096, "q8_0", policy, None, 4, 700)
+    assert given.protection.recent_window == 700
 
 
 def test_a_fraction_loses_no_entry_to_rounding() -> None:

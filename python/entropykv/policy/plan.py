@@ -15,7 +15,7 @@ from entropykv.errors import BudgetError, ProfileError
 from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.model.geometry import ModelGeometry
 from entropykv.policy.division import WholeTexts
-from entropykv.policy.policy import BudgetRule, Policy
+from entropykv.policy.policy import WINDOW_EIGHTHS, BudgetRule, Policy
 from entropykv.policy.sources.readme_entropy_kv import weights_of
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
@@ -36,12 +36,14 @@ class ProtectedEntries:
 
     @classmethod
     def for_budget(
-        cls, mean_entries: int, n_sinks: int, recent_window: int | None
+        cls, mean_entries: int, n_sinks: int, recent_window: int | None, window_eighths: int
     ) -> ProtectedEntries:
         """Return what is protected under a mean budget of `mean_entries`. `recent_window` None:
-        half of the mean budget.
+        `window_eighths` eighths of the mean budget.
         """
-        return cls(n_sinks, max(1, mean_entries // 2) if recent_window is None else recent_window)
+        if recent_window is None:
+            recent_window = max(1, mean_entries * window_eighths // 8)
+        return cls(n_sinks, recent_window)
 
     @property
     def entries(self) -> int:
@@ -140,7 +142,8 @@ def plan_headwise(
         return pages(entries) * page_bytes
 
     mean = _mean_entries(budget, n_ctx, bytes_of)
-    protection = _protection(budget, mean, n_ctx, n_sinks, recent_window, bytes_of)
+    windows = (n_sinks, recent_window, policy.window_eighths)
+    protection = _protection(budget, mean, n_ctx, windows, bytes_of)
     floor = min(protection.entries, n_ctx)
     if own_windows(policy, recent_window):
         floor = min(2 * (n_sinks + 1), floor)
@@ -264,7 +267,8 @@ def plan_flat(
         return cells(entries) * cell_bytes
 
     entries = _mean_entries(budget, n_ctx, bytes_of)
-    protection = _protection(budget, entries, n_ctx, n_sinks, recent_window, bytes_of)
+    windows = (n_sinks, recent_window, WINDOW_EIGHTHS)
+    protection = _protection(budget, entries, n_ctx, windows, bytes_of)
     return FlatPlan(entries, cells(entries), protection)
 
 
@@ -282,20 +286,20 @@ def _protection(
     budget: Budget,
     mean: int,
     n_ctx: int,
-    n_sinks: int,
-    recent_window: int | None,
+    windows: tuple[int, int | None, int],
     bytes_of: _BytesOf,
 ) -> ProtectedEntries:
-    protection = ProtectedEntries.for_budget(mean, n_sinks, recent_window)
+    """Return what is protected; `windows` has the arguments of for_budget() after the first."""
+    protection = ProtectedEntries.for_budget(mean, *windows)
     if mean >= min(protection.entries, n_ctx) and mean > 0:
         return protection
 
     def holds_them(n: int) -> bool:
-        return n >= min(ProtectedEntries.for_budget(n, n_sinks, recent_window).entries, n_ctx)
+        return n >= min(ProtectedEntries.for_budget(n, *windows).entries, n_ctx)
 
     # With n_ctx entries, all are held, so that the search finds a budget.
     least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)
-    needed = ProtectedEntries.for_budget(least, n_sinks, recent_window)
+    needed = ProtectedEntries.for_budget(least, *windows)
     raise BudgetError(
         f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
         f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "

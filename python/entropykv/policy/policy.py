@@ -45,6 +45,17 @@ With a larger weight, more old facts are kept, but continuations are less close 
 cache; the value was chosen on tuning texts.
 """
 
+WINDOW_EIGHTHS = 4
+"""How many eighths of the mean budget the recent window takes."""
+WINDOW_EIGHTHS_WITH_LOOKUPS = 3
+"""The same where budgets follow what heads lose in this text, and predictions are added to what its
+queries gave.
+
+The smaller window leaves room for the heads that look things up. Without predictions, entries that
+have just left the window rank too low, because few queries have seen them; and the loss curves of a
+profile were measured with the larger window.
+"""
+
 
 @dataclass(frozen=True)
 class Importance:
@@ -242,3 +253,12 @@ class Policy:
     """True if entries below a threshold are frozen for some steps, whatever the budget."""
     own: OwnPolicy | None = None
     """The user's object that shares the budget; None for a policy of entropykv."""
+
+    @property
+    def window_eighths(self) -> int:
+        """Return how many eighths of the mean budget the recent window takes, unless the user gives
+        a window.
+        """
+        if self.rule is BudgetRule.LOSSES and self.importance.adds_predictions:
+            return WINDOW_EIGHTHS_WITH_LOOKUPS
+        return WINDOW_EIGHTHS
