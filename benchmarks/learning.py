@@ -34,7 +34,7 @@ from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.names import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons
-from entropykv.session.second_readings import LEAST_TEXTS, value_features
+from entropykv.session.second_readings import LEAST_TEXTS
 from inputs import find_model
 
 ROOT = Path(__file__).parents[1]
@@ -57,7 +57,7 @@ def measure(model: str, n_chunks: int) -> None:
     """
     with _EchoReader(model, 256 * n_chunks, "q8_0", 1) as reader:
         lessons = {name: _lessons_of(reader, name, n_chunks) for name in NAMES}
-        values = value_features(reader._store.layers)  # noqa: SLF001
+        values = reader.value_features
     for name, chunks in lessons.items():
         others = added(*(part for other in NAMES if other != name for part in lessons[other]))
         for n in range(1, len(chunks) + 1):
@@ -83,7 +83,7 @@ def measure_texts(model: str) -> None:
     of each later one.
     """
     with _EchoReader(model, 512, "q8_0", 1) as reader:
-        growing = GrowingPredictor(value_features(reader._store.layers), None)  # noqa: SLF001
+        growing = GrowingPredictor(reader.value_features, None)
         others = added(*(part for name in TESTS for part in _lessons_of(reader, name, 2)))
         for number, text in enumerate(read_texts()[:LEAST_TEXTS]):
             name = Path(text.name).stem

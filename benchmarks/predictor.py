@@ -19,7 +19,8 @@ from typing import TypeVar
 import numpy as np
 
 from entropykv import EntropyProfile
-from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor
+from entropykv.profile.growing import GrowingPredictor
+from entropykv.profile.predictor import Lessons, ScorePredictor
 
 T = TypeVar("T")
 
@@ -30,11 +31,13 @@ def main() -> None:
     random = np.random.default_rng(0)
     n_features = 2 * options.head_dim + options.head_dim // 2 + 3
     shape = (options.layers, options.kv_heads, n_features)
-    lessons, held_back = (_lessons(random, shape, options.tokens) for _ in range(2))
+    lessons = _lessons(random, shape, options.tokens)
     print(f"{shape[0]} layers, {shape[1]} KV heads, {n_features} features, {options.tokens} tokens")
     print(f"sums of the lessons: {sum(s.nbytes for _, s in lessons) / 2**20:.0f} MiB")
-    _timed("fit with a given ridge", lambda: fit_predictor(lessons))
-    predictor = _timed("fit with text held back", lambda: fit_predictor(lessons, held_back))
+    values = slice(options.head_dim, 2 * options.head_dim)
+    growing = GrowingPredictor([values] * options.layers, None)
+    _timed("fit", lambda: growing.grow(lessons))
+    predictor = growing.predictor
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
         profile = _profile(shape, predictor)

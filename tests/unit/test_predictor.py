@@ -12,116 +12,11 @@ import pytest
 from entropykv.errors import ProfileError
 from entropykv.profile.predictor import (
     LOOKUP_SHARE,
-    RIDGES,
     ScorePredictor,
-    fit_predictor,
     lookups_of,
 )
 
 Floats = npt.NDArray[np.float64]
-N_FEATURES = 7
-
-
-class Head:
-    """Hold entries of a KV head: features of different size and mean, and targets that depend on
-    them.
-    """
-
-    def __init__(self, n: int, seed: int = 0, noise: float = 0.5, constant: int = -1) -> None:
-        truth = np.random.default_rng(99)  # All heads have the same true weights.
-        mixing = truth.standard_normal((N_FEATURES, N_FEATURES))
-        slopes = truth.standard_normal(N_FEATURES)
-        random = np.random.default_rng(seed)
-        self.x = random.standard_normal((n, N_FEATURES)) @ mixing * 3.0 + np.arange(N_FEATURES)
-        if constant >= 0:
-            self.x[:, constant] = 5.0
-        self.y = self.x @ slopes / 10 - 4.0 + noise * random.standard_normal(n)
-
-    def sums(self) -> Floats:
-        rows = np.column_stack([self.x, np.ones(len(self.x)), self.y])
-        return np.asarray(rows.T @ rows)
-
-    def ridge_weights(self, ridge: float) -> Floats:
-        """Return the weights by least squares over entries, with additional rows for the ridge."""
-        mean, deviation = self.x.mean(axis=0), self.x.std(axis=0)
-        standard = (self.x - mean) / deviation
-        pull = np.sqrt(ridge * len(self.x)) * np.eye(N_FEATURES)
-        targets = np.concatenate([self.y - self.y.mean(), np.zeros(N_FEATURES)])
-        solution, *_ = np.linalg.lstsq(np.concatenate([standard, pull]), targets, rcond=None)
-        slopes = solution / deviation
-        return np.append(slopes, self.y.mean() - slopes @ mean)
-
-    def with_other(self, other: Head) -> Head:
-        """Return a head with the entries of both heads."""
-        both = Head(0)
-        both.x, both.y = np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y])
-        return both
-
-    def predicted(self, weights: npt.NDArray[Any]) -> Floats:
-        return np.asarray(np.column_stack([self.x, np.ones(len(self.x))]) @ weights)
-
-
-def lessons(*heads: Head) -> list[tuple[int, Floats]]:
-    """Return the lessons of one layer: the number of entries, and their sums of products per
-    head.
-    """
-    return [(len(heads[0].x), np.array([head.sums() for head in heads]))]
-
-
-@pytest.mark.parametrize("ridge", [1e-4, 1e-2, 3.0])
-def test_weights_are_those_of_ridge_regression(ridge: float) -> None:
-    heads = [Head(200, 1), Head(300, 2)]
-    predictor = fit_predictor(lessons(*heads), ridge=ridge)
-    assert (predictor.n_tokens, predictor.correlation) == (200, None)
-    assert predictor.shape == (2,)
-    for weights, head in zip(predictor.weights[0], heads, strict=True):
-        np.testing.assert_allclose(weights, head.ridge_weights(ridge), rtol=1e-4, atol=1e-5)
-
-
-def test_texts_that_are_held_back_choose_the_ridge_and_show_the_quality() -> None:
-    head, other = Head(30, 1, noise=3.0), Head(400, 2, noise=3.0)
-    predictor = fit_predictor(lessons(head), lessons(other))
-    candidates = [head.ridge_weights(ridge) for ridge in RIDGES]
-    errors = [float(((other.predicted(w) - other.y) ** 2).sum()) for w in candidates]
-    best = int(np.argmin(errors))
-    # If all errors were equal, the choice would not be tested.
-    assert max(errors) > 1.01 * min(errors)
-    r = np.corrcoef(other.predicted(candidates[best]), other.y)[0, 1]
-    assert predictor.correlation == pytest.approx(r, abs=1e-4)
-    both = head.with_other(other).ridge_weights(RIDGES[best])
-    np.testing.assert_allclose(predictor.weights[0][0], both, rtol=1e-4, atol=1e-4)
-    assert predictor.n_tokens == 430
-
-
-def test_features_that_do_not_vary_say_nothing() -> None:
-    head, whole = Head(200, 1, constant=3), Head(200, 1)
-    predictor = fit_predictor(lessons(head), lessons(Head(100, 2, constant=3)))
-    weights = predictor.weights[0][0]
-    assert weights[3] == 0.0
-    r = np.corrcoef(head.predicted(weights), head.y)[0, 1]
-    assert r > 0.5
-    assert np.isfinite(fit_predictor(lessons(whole), ridge=0.0).weights[0]).all()
-
-
-def test_targets_that_do_not_vary_are_predicted_and_correlate_with_nothing() -> None:
-    head = Head(200)
-    head.y[:] = -11.5
-    predictor = fit_predictor(lessons(head), lessons(head))
-    np.testing.assert_allclose(head.predicted(predictor.weights[0][0]), -11.5, atol=1e-3)
-    assert predictor.correlation == 0.0
-
-
-@pytest.mark.parametrize("n", [0, 1, 3])
-def test_few_entries_make_a_predictor_of_finite_numbers(n: int) -> None:
-    """Few entries give a predictor with finite numbers: fewer than features, or only one."""
-    head = Head(n)
-    for held_back in (None, lessons(Head(50, 1))):
-        predictor = fit_predictor(lessons(head), held_back)
-        assert predictor.n_tokens == max(n + 50 * bool(held_back), 1)
-        predicted = head.predicted(predictor.weights[0][0])
-        assert np.isfinite(predictor.weights[0]).all()
-        if n == 1 and not held_back:
-            np.testing.assert_allclose(predicted, head.y, rtol=1e-4)
 
 
 def test_lookups_are_shares_among_the_highest_of_all_heads() -> None:

@@ -89,6 +89,12 @@ class PlantedPassage:
         besides = (self.following, self.request, self.repeated, *self.asked)
         return len(self.tokens) + sum(map(len, besides))
 
+    @property
+    def n_predicted(self) -> int:
+        """Return how many of these tokens have logits."""
+        answers = self.asked[1::2]
+        return len(self.following) + len(self.repeated) + sum(map(len, answers))
+
 
 def passages_of(
     texts: Sequence[Text],
@@ -158,9 +164,18 @@ def comparison_tokens(
     passages: Sequence[PlantedPassage], taught: Sequence[Sequence[int]], predictable: bool
 ) -> int:
     """Return how many tokens compare_ways() reads; `predictable`: the profile has a predictor."""
-    n_readings = 1 + len(possible_ways(predictable)) * len(BUDGETS)
     n_taught = sum(map(len, taught)) if predictable and passages else 0
-    return n_readings * sum(passage.n_read for passage in passages) + n_taught
+    return _n_readings(predictable) * sum(passage.n_read for passage in passages) + n_taught
+
+
+def compared_rows(passages: Sequence[PlantedPassage], predictable: bool) -> int:
+    """Return how many of the tokens that compare_ways() reads have logits."""
+    return _n_readings(predictable) * sum(passage.n_predicted for passage in passages)
+
+
+def _n_readings(predictable: bool) -> int:
+    """Return how often a passage is read: with everything kept, and in each way in each budget."""
+    return 1 + len(possible_ways(predictable)) * len(BUDGETS)
 
 
 def compare_ways(
@@ -358,15 +373,21 @@ class _Reader:
             state = session.files.save_state()
             continuing = session.decode(passage.following, all_logits=True)
             session.files.load_state(state)
-            repeating = session.decode(repetition, all_logits=True)[len(passage.request) :]
+            repeating = _rows(session, repetition, len(passage.repeated))
             self._on_progress(len(passage.following) + len(repetition))
             right = []
             for question, answer in questions:
                 session.files.load_state(state)
-                found = session.decode([*question, *answer[:-1]], all_logits=True)
-                right.append(_is_right(found[len(question) - 1 :], answer))
+                found = _rows(session, [*question, *answer[:-1]], len(answer))
+                right.append(_is_right(found, answer))
                 self._on_progress(len(question) + len(answer))
         return _Predictions(continuing, repeating, np.array(right, bool))
+
+
+def _rows(session: Session, tokens: Sequence[int], n_last: int) -> Logits:
+    """Read tokens; returns the logits of the last `n_last` of them, (n_last, n_vocab)."""
+    read = session.reader.read(tokens, all_logits=False, n_last=n_last)
+    return np.concatenate([rows for rows in read if rows is not None])
 
 
 def _is_right(rows: Logits, answer: Sequence[int]) -> bool:

@@ -2,9 +2,10 @@
 
 The queries of an echo tell how much attention each entry gets when the text is repeated. The
 predictor learns to compute this from the entry's key and value. Nothing is evicted meanwhile, so
-that queries can attend to the whole text. The last text is held back at first: it chooses the
-ridge, and shows the quality of a predictor for a text that it was not fitted to. Then it teaches,
-too.
+that queries can attend to the whole text. Each text has a fit of its own, and the predictor is
+their mean, as in sessions that learn (growing.py). The fit of the texts before the last one is
+tested with the last one, or that of the beginning of a single text with its last quarter, which
+shows the quality of a predictor for a text that it was not fitted to.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import N_SINKS
-from entropykv.profile.predictor import Lessons, ScorePredictor, fit_predictor, lookups_of
+from entropykv.profile.growing import GrowingPredictor
+from entropykv.profile.predictor import Lessons, ScorePredictor, lookups_of
 from entropykv.session.echo import LEAST_TOKENS, Echo
+from entropykv.session.second_readings import value_features
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
 from entropykv.store.step import decode_inside
@@ -31,7 +34,7 @@ Rows = npt.NDArray[np.float32]
 POLICY = "uniform:predicted"
 """The policy of the store that reads; it makes the store collect lessons."""
 HELD_BACK = 1 / 4
-"""The fraction at the end that is held back at first if there is only one text."""
+"""The fraction at the end of a single text that tests the fit of the rest."""
 
 
 def fitting_tokens(lengths: Sequence[int]) -> int:
@@ -46,16 +49,18 @@ def fit_by_echoes(
     settings: StepSettings,
     texts: Sequence[tuple[int, ...]],
     on_progress: Callable[[int], None] = lambda _: None,
-) -> ScorePredictor:
-    """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one.
+) -> ScorePredictor | None:
+    """Return the predictor of a GGUF model, fitted to the tokens of `texts`, at least one; None if
+    no text teaches anything.
 
-    The last one, or the last quarter of a single text, is held back at first: it chooses the ridge
-    and shows the quality. All texts are one piece of work, because the sums of lessons depend on
-    their order. Memory: the weights, a pool that holds the longest text, and for every KV head the
-    sums of lessons, (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError,
-    UnsupportedModelError, and SettingsError for a model whose keys before RoPE are not known.
+    All texts are one piece of work, because each of them tests what was learnt before. Memory: the
+    weights, a pool that holds the longest text, and for every KV head the sums of lessons,
+    (n_features + 1)^2 / 2 numbers of 8 bytes. Raises ModelFileError, UnsupportedModelError, and
+    SettingsError for a model whose keys before RoPE are not known.
     """
     (arrays,) = spread.run(fit, settings, [TextWork("predictor", tuple(texts))], on_progress)
+    if not arrays:
+        return None
     n_tokens, correlation, lookups, *weights = arrays
     return ScorePredictor(
         weights=tuple(weights),
@@ -69,22 +74,27 @@ def fit(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
     """Yield the tokens, the correlation if there is one, the lookups and the weights of every layer
-    of a predictor: a Step.
+    of a predictor; nothing if no text teaches anything: a Step.
     """
     for each in work:
-        *others, last = each.texts
-        split = 0 if others else int(len(last) * (1 - HELD_BACK))
         longest = max(map(len, each.texts))
         with _EchoReader(settings.path, longest, settings.kv_type, settings.n_threads) as reader:
-            for text in others or [last[:split]]:
-                reader.read(text)
+            growing = GrowingPredictor(reader.value_features, None)
+            for text in each.texts:
+                split = 0 if len(each.texts) > 1 else int(len(text) * (1 - HELD_BACK))
+                if split:
+                    reader.read(text[:split])
+                    growing.grow(reader.lessons())
+                reader.read(text, split)
+                growing.grow(reader.take_lessons())
+                growing.settle()
                 on_progress(len(text))
-            lessons = reader.take_lessons()
-            reader.read(last, split)
-            on_progress(len(last) - split)
-            predictor = fit_predictor(lessons, reader.take_lessons())
-            lookups = lookups_of(reader.scores(last, predictor))
+            predictor, last = growing.predictor, each.texts[-1]
+            lookups = None if predictor is None else lookups_of(reader.scores(last, predictor))
             on_progress(len(last))
+        if predictor is None:
+            yield ()
+            continue
         r = predictor.correlation
         yield (
             np.array(predictor.n_tokens),
@@ -139,6 +149,11 @@ class _EchoReader:
         self._context.close()
         self._model.close()
 
+    @property
+    def value_features(self) -> list[slice]:
+        """Return for each layer which features of an entry are values of V."""
+        return value_features(self._store.layers)
+
     def _tokenize_plainly(self, text: str) -> list[int]:
         return self._model.tokenize(text, add_bos=False, special=False)
 
@@ -151,9 +166,13 @@ class _EchoReader:
             echo = self._echo.of(tokens[:start], chunk) if len(chunk) >= LEAST_TOKENS else []
             self._decode(chunk, start, echo)
 
+    def lessons(self) -> Lessons:
+        """Return the sums that were collected since the last call of take_lessons()."""
+        return list(self._store.learning.lessons())
+
     def take_lessons(self) -> Lessons:
-        """Return the sums that were collected since the last call."""
-        lessons = list(self._store.learning.lessons())
+        """Return the sums that were collected since the last call, and begin anew."""
+        lessons = self.lessons()
         self._store.learning.clear_lessons()
         return lessons
 

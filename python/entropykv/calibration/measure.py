@@ -21,6 +21,7 @@ from entropykv.calibration.comparing import (
     LEAST_HELD_BACK,
     PlantedPassage,
     compare_ways,
+    compared_rows,
     comparison_tokens,
     lessons_of,
     passages_of,
@@ -145,13 +146,14 @@ def calibrate(
             settings.compared_texts,
         )
         long_texts = _long_texts(kept, observer, settings, trained)
-        mixed_texts = _long_texts(kept, observer, settings, trained, mixed=True)
+        fitted: Sequence[tuple[int, ...]] = ()
+        if observer.predictable:
+            fitted = _long_texts(kept, observer, settings, trained, mixed=True)
         passages: list[PlantedPassage] = []
         if long_texts:
             passages = _passages(held_back, observer, settings, trained)
         taught = lessons_of(kept, observer.tokenize, trained)
-        on_start(_extent_of(observer, excerpts, long_texts, mixed_texts, passages, taught))
-        predictable = observer.predictable
+        on_start(_extent_of(observer, excerpts, long_texts, fitted, passages, taught))
         shape = (observer.n_layer, observer.n_head, observer.n_head_kv)
         name, fingerprint = observer.name, fingerprint_of(observer.geometry)
         step = StepSettings.of(
@@ -172,8 +174,8 @@ def calibrate(
     )
     if curves is None:
         return profile
-    if predictable:
-        predictor = fit_by_echoes(spread, step, mixed_texts, on_progress)
+    predictor = fit_by_echoes(spread, step, fitted, on_progress) if fitted else None
+    if predictor is not None:
         step = replace(step, profile=replace(profile, predictor=predictor))
         trust = head_trust(spread, step, long_texts, on_progress)
         profile = replace(profile, predictor=replace(predictor, trust=trust))
@@ -418,21 +420,24 @@ def _extent_of(
     observer: Observer,
     excerpts: Sequence[Excerpt],
     texts: Sequence[Sequence[int]],
-    mixed_texts: Sequence[Sequence[int]],
+    fitted: Sequence[Sequence[int]],
     passages: Sequence[PlantedPassage],
     taught: Sequence[Sequence[int]],
 ) -> Extent:
     """Return what a calibration will read, and how long this will take."""
     damaged = [len(text) for text in texts[: texts_of_damage(texts)]]
     n_tokens = sum(len(excerpt.tokens) for excerpt in excerpts) + sum(map(len, texts))
-    n_tokens += sum(map(predicted_tokens, damaged)) * observer.n_layer
+    n_rows = sum(map(predicted_tokens, damaged)) * observer.n_layer
+    n_tokens += n_rows
     lengths = [len(text) for text in texts]
     n_echoed = 0
-    if observer.predictable:
-        n_echoed = fitting_tokens(list(map(len, mixed_texts)))
+    if fitted:
+        n_echoed = fitting_tokens(list(map(len, fitted)))
         n_tokens += n_echoed + trust_tokens(lengths)
     n_tokens += comparison_tokens(passages, taught, observer.predictable)
+    n_rows += compared_rows(passages, observer.predictable)
     seconds = None
     if lengths:
-        seconds = (n_tokens + n_echoed) * observer.seconds_per_token(texts[0])
+        of_token, of_row = observer.seconds_per_token(texts[0])
+        seconds = (n_tokens + n_echoed) * of_token + n_rows * of_row
     return Extent(n_tokens, seconds, len(lengths), lengths[0] if lengths else 0)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from entropykv.errors import CalibrationError, UnsupportedModelError
 from entropykv.llamacpp.batch import MicroBatch
-from entropykv.llamacpp.distributions import Logits
+from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
 from entropykv.policy.resolved_config import config_for
@@ -25,6 +25,8 @@ from entropykv.store.step import decode_inside
 Entropies = npt.NDArray[np.float32]
 _TIMED_TOKENS = 384
 """How many tokens are read to find out how long calibration will take."""
+_TIMED_ROWS = 64
+"""Of how many tokens logits are computed for the same purpose."""
 
 
 class Observer:
@@ -138,8 +140,9 @@ class Observer:
         """Return the tokens of a text that stands within another one, without BOS."""
         return self._model.tokenize(text, add_bos=False, special=False)
 
-    def seconds_per_token(self, tokens: Sequence[int]) -> float:
-        """Return how long this machine takes for a token of a text, which has at least three.
+    def seconds_per_token(self, tokens: Sequence[int]) -> tuple[float, float]:
+        """Return how long this machine takes for a token of a text, which has at least three, and
+        how much longer for one whose logits are computed and compared.
 
         A third of the tokens is read before, because the first micro-batch waits for the weights.
         """
@@ -149,7 +152,14 @@ class Observer:
         self._read(part[:first], 0)
         start = time.perf_counter()
         self._read(part[first:], first)
-        return (time.perf_counter() - start) / (len(part) - first)
+        of_token = (time.perf_counter() - start) / (len(part) - first)
+        predicted = part[: min(first, _TIMED_ROWS)]
+        self._store.truncate(0)
+        start = time.perf_counter()
+        rows = self._predict(predicted, 0, len(predicted))
+        mean_divergence(rows, rows)
+        of_row = (time.perf_counter() - start) / len(predicted) - of_token
+        return of_token, max(0.0, of_row)
 
     def entropies(self, tokens: Sequence[int]) -> Entropies:
         """Return the entropy of every attention row in bits: (n_layer, len(tokens), n_head)."""
@@ -227,11 +237,13 @@ class Observer:
             self._store.truncate(0)
             self._store.sharing.keep_everything()
 
-    def _predict(self, tokens: Sequence[int], position: int) -> Logits:
+    def _predict(self, tokens: Sequence[int], position: int, n_last: int) -> Logits:
         parts = []
         for first in range(0, len(tokens), self.n_ubatch):
             part = tokens[first : first + self.n_ubatch]
-            logits = self._read(part, position + first, n_rows=len(part))
+            n_after = len(tokens) - first - len(part)
+            n_rows = min(len(part), max(0, n_last - n_after))
+            logits = self._read(part, position + first, n_rows=n_rows)
             if logits is not None:
                 parts.append(logits)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -251,7 +263,7 @@ class ReadText:
         self,
         store: HeadwiseStore,
         position: int,
-        predict: Callable[[Sequence[int], int], Logits],
+        predict: Callable[[Sequence[int], int, int], Logits],
         attend: Callable[[Sequence[int], int], Iterator[tuple[int, int, Queries, Entries]]],
     ) -> None:
         """Use `store`, which holds the text.
@@ -276,9 +288,11 @@ class ReadText:
         """Drop all entries of a layer's KV heads except the sinks and the newest tokens."""
         self._store.sharing.limit_layer(layer, recent_window)
 
-    def predictions(self, tokens: Sequence[int]) -> Logits:
-        """Read tokens after the text; returns their logits, (len(tokens), n_vocab)."""
-        return self._predict(tokens, self._position)
+    def predictions(self, tokens: Sequence[int], n_last: int | None = None) -> Logits:
+        """Read tokens after the text; returns the logits of the last `n_last`, (n_last, n_vocab),
+        by default of all.
+        """
+        return self._predict(tokens, self._position, len(tokens) if n_last is None else n_last)
 
     def attended(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Queries, Entries]]:
         """Read at most a micro-batch of tokens after the text.

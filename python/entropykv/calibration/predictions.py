@@ -37,12 +37,13 @@ class Prediction:
     """Tokens of a request to repeat the text; empty if the text just continues."""
     tokens: Sequence[int]
 
-    def rows(self, predict: Callable[[Sequence[int]], Logits]) -> Logits:
+    def rows(self, predict: Callable[[Sequence[int], int], Logits]) -> Logits:
         """Return the logits after each of `self.tokens`, (len(self.tokens), n_vocab).
 
-        `predict` reads tokens and returns the logits after each of them.
+        `predict` reads tokens and returns the logits after each of the last ones, as many as its
+        second argument says.
         """
-        return predict([*self.request, *self.tokens])[len(self.request) :]
+        return predict([*self.request, *self.tokens], len(self.tokens))
 
     def weight(self, whole: Logits) -> float:
         """Return the weight of this prediction, given the logits `whole` with all entries kept.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,10 +41,6 @@ The sums are (n_head_kv, n_features + 1, n_features + 1); the last feature is al
 row and column belong to the target: see `HeadwiseStore.lessons` in _core.pyi.
 """
 
-RIDGES = (1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-"""Candidate values of the ridge, relative to features of variance 1."""
-DEFAULT_RIDGE = 1e-2
-"""The ridge if no texts are held back to choose one."""
 LOOKUP_SHARE = 0.2
 """The share of a text's entries, those with the highest predicted scores, that `lookups` counts."""
 _LEAST_DEVIATION = 1e-6
@@ -206,39 +202,10 @@ def _weights_in(
     )
 
 
-def fit_predictor(
-    lessons: Iterable[LayerLessons],
-    held_back: Lessons | None = None,
-    *,
-    ridge: float = DEFAULT_RIDGE,
-) -> ScorePredictor:
-    """Fit the linear functions of all KV heads by ridge regression on standardised features.
-
-    With `held_back` (lessons of other texts), each KV head gets the ridge of RIDGES with the
-    smallest squared error there, and the quality is measured there. Then the functions are fitted
-    again to all lessons. Otherwise the ridge is `ridge`.
-    """
-    weights, correlations, n_tokens = [], [], 1
-    for layer, (n_entries, sums) in enumerate(lessons):
-        n_others, others = (0, None) if held_back is None else held_back[layer]
-        n_tokens = max(n_tokens, n_entries + n_others)
-        of_layer = []
-        for head, of_head in enumerate(sums):
-            best, fitted = ridge, Ridge(of_head)
-            if others is not None:
-                best = fitted.best_ridge(others[head])
-                correlations.append(_correlation(fitted.weights(best), others[head]))
-                fitted = Ridge(of_head + others[head])
-            of_layer.append(fitted.weights(best))
-        weights.append(np.array(of_layer, dtype=np.float32))
-    known = float(np.mean(correlations)) if correlations else None
-    return ScorePredictor(tuple(weights), n_tokens, known)
-
-
 class Ridge:
     """Fit the linear function of one KV head from its sums of products."""
 
-    def __init__(self, sums: Sums, least_variation: float = _LEAST_DEVIATION) -> None:
+    def __init__(self, sums: Sums, least_variation: float) -> None:
         """Standardise `sums`, those of one KV head in Lessons: (n_features + 1, n_features + 1).
 
         Features whose deviation is at most `least_variation` of their mean, or of the median of all
@@ -259,46 +226,15 @@ class Ridge:
         self._matrix = covariance[np.ix_(self._varies, self._varies)] / np.outer(scale, scale)
         self._target = with_target[self._varies] / scale
 
-    def weights(self, ridge: float | FloatArray) -> Sums:
-        """Return the weights of all features, including the constant one at the end; `ridge`: one
-        for all features, or one for each of them.
+    def weights(self, ridges: FloatArray) -> Sums:
+        """Return the weights of all features, including the constant one at the end; `ridges`: one
+        for each feature but the constant one.
         """
-        n = len(self._means)
-        matrix = self._matrix + np.diag(np.broadcast_to(ridge, n)[self._varies])
+        matrix = self._matrix + np.diag(ridges[self._varies])
         return self._unscaled(np.linalg.solve(matrix, self._target))
-
-    def best_ridge(self, held_back: Sums) -> float:
-        """Return the ridge of RIDGES with the smallest squared error in `held_back`."""
-        values, vectors = np.linalg.eigh(self._matrix)
-        projected = vectors.T @ self._target
-
-        def error(ridge: float) -> float:
-            solution = vectors @ (projected / (np.maximum(values, 0.0) + ridge))
-            return _squared_error(self._unscaled(solution), held_back)
-
-        return min(RIDGES, key=error)
 
     def _unscaled(self, solution: Sums) -> Sums:
         weights = np.zeros(len(self._means) + 1)
         weights[:-1][self._varies] = solution / self._deviations[self._varies]
         weights[-1] = self._mean - weights[:-1] @ self._means
         return weights
-
-
-def _squared_error(weights: Sums, sums: Sums) -> float:
-    errors = np.append(weights, -1.0)
-    return float(errors @ sums @ errors)
-
-
-def _correlation(weights: Sums, sums: Sums) -> float:
-    """Return Pearson's r of predictions and targets; 0 if one side does not vary."""
-    n = len(weights)
-    count = max(sums[n - 1, n - 1], 1.0)
-    predicted = weights @ sums[:n, n - 1] / count
-    mean = sums[n, n - 1] / count
-    variance = weights @ sums[:n, :n] @ weights / count - predicted**2
-    of_targets = sums[n, n] / count - mean**2
-    together = weights @ sums[:n, n] / count - predicted * mean
-    if variance < 1e-12 or of_targets < 1e-12:
-        return 0.0
-    return float(np.clip(together / np.sqrt(variance * of_targets), -1.0, 1.0))

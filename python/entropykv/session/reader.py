@@ -75,13 +75,14 @@ class SequenceReader:
         tokens: Sequence[int],
         all_logits: bool,
         *,
+        n_last: int = 1,
         writes: bool | None = None,
         gives_way: bool = False,
     ) -> Iterator[Logits | None]:
         """Yield each micro-batch's logits after reading it: None for those without logits.
 
         Logits have the shape (tokens of the micro-batch, n_vocab) with `all_logits`. Otherwise only
-        the last micro-batch has logits, (1, n_vocab), of the last token. `writes`: True if the
+        the last `n_last` of all tokens have logits, as in (n_last, n_vocab). `writes`: True if the
         tokens were written, False if they belong to a prompt; None: a single token counts as
         written. `gives_way`: prompts of other sessions of the pool that arrive meanwhile are read
         first. Raises what Session.decode() raises.
@@ -89,6 +90,7 @@ class SequenceReader:
         self._runner.check_usable(self._slot)
         config = self._runner.config
         ids = [int(token) for token in tokens]
+        n_last = len(ids) if all_logits else n_last
         self._check_room(len(ids))
         text = [token for token in ids if not is_placeholder(token)]
         self._runner.model.check_tokens(text)
@@ -114,7 +116,8 @@ class SequenceReader:
             else:
                 repeats, size = None, image.n_tokens
             chunk, ids = ids[:size], ids[size:]
-            part = self._part(chunk, len(chunk) if all_logits else int(not ids), image)
+            n_rows = min(len(chunk), max(0, n_last - len(ids)))
+            part = self._part(chunk, n_rows, image)
             part.echo = self._echo_of(chunk) if repeats and len(chunk) >= LEAST_TOKENS else []
             part.recalls = config.recalls_before_end or n_before < len(chunk)
             yield self._read_micro_batch(part, arrival, image, continues=continues)
