@@ -221,10 +221,11 @@ void DeviceAttention::keep_sinks(Served& served, int reader, const ggml_tensor* 
 }
 
 std::size_t DeviceAttention::scratch_bytes() const {
-    std::size_t bytes = written_.capacity() + found_.capacity() + node_memory_.capacity();
+    std::size_t bytes =
+        written_.capacity() + found_.capacity() + read_sums_.capacity() + node_memory_.capacity();
     for (const auto* memory :
          {&input_, &positions_, &findings_, &predictors_, &sinks_, &row_numbers_, &moves_, &ones_,
-          &outside_, &masks_of_alike_, &queries_, &looked_up_})
+          &outside_, &masks_of_alike_, &queries_, &looked_up_, &sums_})
         if (*memory != nullptr) bytes += (*memory)->bytes();
     if (singles_ != nullptr) {  // an equal part for every place, rounded up
         const std::size_t n = index_of(layers_.front().layer->n_places());
@@ -364,7 +365,7 @@ void DeviceAttention::place_findings(int n_tokens, bool observed) {
         served.places.findings = end;
         place(served.places.value_squares, needs_value_squares(served), n);
         place(served.places.key_squares, bool(served.predictor), n);
-        place(served.places.sums, bool(served.predictor), n);
+        place(served.places.predictions, bool(served.predictor), n);
         place(served.places.observed, observed, served.layer->n_positions());
     }
     found_.resize(end);
@@ -384,9 +385,13 @@ void DeviceAttention::end_step() {
 
 const float* DeviceAttention::observed(int layer, int head) const {
     const Served& served = layers_.at(index_of(layer));
+    const DeviceHead& of = served.layer->heads()[index_of(head)];
+    if (n_summed_ > 0)
+        return reinterpret_cast<const float*>(read_sums_.data() + served.places.sums) +
+               of.first_sum;
     if (!has_observed_) return nullptr;
     return reinterpret_cast<const float*>(found_.data() + served.places.observed) +
-           served.layer->heads()[index_of(head)].first_position;
+           of.first_position;
 }
 
 const float* DeviceAttention::value_squares(int layer, int head) const {
@@ -399,7 +404,7 @@ float DeviceAttention::predicted(int layer, int head, int token) const {
     if (!served.predictor || n_found_ == 0) return kLeastPrediction;
     const float value_squares =
         needs_value_squares(served) ? found(served.places.value_squares, head)[token] : 0.0f;
-    return served.predictor.share(head, found(served.places.sums, head)[token],
+    return served.predictor.share(head, found(served.places.predictions, head)[token],
                                   found(served.places.key_squares, head)[token], value_squares);
 }
 

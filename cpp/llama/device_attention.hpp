@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "decide/eviction.hpp"
 #include "decide/features.hpp"
 #include "decide/importance.hpp"
 #include "decide/rope_params.hpp"
@@ -47,8 +48,9 @@ struct DeviceStep {
     int last_seen(int token) const { return see_all ? n_tokens - 1 : token; }
 };
 
-// The most single tokens of which the host may know nothing: see UnknownTokens.
-constexpr int kMostUnknown = 16;
+// The most single tokens of which the host may know nothing (see UnknownTokens): as many as an
+// eviction makes room for at most.
+constexpr int kMostUnknown = kMostDecodeRoom;
 
 // Refers to single tokens that were read in llama.cpp's own graph, one after another, and about
 // which the host knows nothing yet.
@@ -132,7 +134,7 @@ public:
     // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
     // Enlarges masks so that they have room for the rows that single tokens of these sequences see.
-    // Must be called before add_late_findings() of their stores: see keeps_places().
+    // Must be called before begin_singles().
     static void fit_masks(const std::vector<DeviceAttention*>& sequences);
     // Does what begin_step() does for single tokens of several sequences in llama.cpp's own graph,
     // which attends in n_runs nodes for them. `sequences` are in the order of the micro-batch.
@@ -167,11 +169,13 @@ public:
     // Waits for the next part, lets the device begin the one after it, and returns the part's
     // layers.
     LayerRange next_part();
-    // Says what is looked up of a sequence.
+    // Says what is looked up of a sequence. observed: whether what the query of its single token
+    // gave is added to the sums; reads_sums: whether the host gets these.
     struct LookUp {
         DeviceAttention* sequence;
         UnknownTokens unknown;
         bool observed;
+        bool reads_sums;
     };
     // Begins all parts of several sequences at once; the results are complete after Device::wait().
     static void look_up_all(const std::vector<LookUp>& all);
@@ -184,16 +188,17 @@ public:
     void end_step();
     // Returns for how many tokens end_step() has read findings.
     int n_found() const { return n_found_; }
-    // Tells whether the layout of positions can stay for the next single token. If not, what was
-    // observed before must be read first.
-    bool keeps_places() const;
-    // Return what queries gave to the rows of a head in the last step, and the squared norms of V
-    // of the n_found() tokens; null if that was not asked for.
+    // Return what queries gave to the rows of a head, and the squared norms of V of the n_found()
+    // tokens; null if that was not asked for. Of single tokens in llama.cpp's own graph, it is the
+    // sum over the n_summed() ones that were observed since forget_sums(), as HeadStore::add_sum()
+    // takes it.
     const float* observed(int layer, int head) const;
     const float* value_squares(int layer, int head) const;
     // Returns the share of attention that is predicted for one of the n_found() tokens; the least
     // one if the layer has no predictor.
     float predicted(int layer, int head, int token) const;
+    int n_summed() const { return n_summed_; }
+    void forget_sums() { n_summed_ = 0; }
 
     // Begins to move rows of all layers of sequences that share places, as their heads say; nothing
     // may read them before Device::wait(). Throws as add_attention() does.
@@ -220,10 +225,11 @@ private:
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
         std::size_t findings;       // where the findings of the layer begin
-        std::size_t observed;       // [position of all heads], f32: what queries gave
+        std::size_t observed;       // [position of all heads], f32: what queries of a chunk gave
+        std::size_t sums;           // [row of all heads], f32: what single tokens gave
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // [KV head][token], f32
-        std::size_t sums;           // [KV head][token], f32: the products of a prediction
+        std::size_t predictions;    // [KV head][token], f32: the products of a prediction
         std::size_t queries;        // [reader][query head][token][k_dim], f32: kept ones
         std::size_t sinks;          // [reader][KV head][query head], f32, each KV head's aligned
         // Offsets in the memory of the predictors, by KV head: of the weights of the first values
@@ -278,6 +284,9 @@ private:
     std::size_t sinks_bytes(const Served& served) const;
     void keep_sinks(Served& served, int reader, const ggml_tensor* sinks);
     void place_outside();
+    void place_sums();
+    void begin_read_of_sums(std::size_t first, std::size_t end);
+    bool keeps_places() const;
     ggml_tensor* outside_of(ggml_context* context, std::int64_t n_rows, std::int64_t n) const;
     void place_ones();
     void lay_out_positions(bool packed);
@@ -311,6 +320,7 @@ private:
     // Writes the positions that a layer's heads have, and kFreeRow between them, to `to`.
     static void copy_positions(const Served& served, float* to);
     void plan_look_up(const UnknownTokens& unknown, bool observed);
+    void add_rows_near(StepInput& input);
     void tell_rows_looked_up();
     int tensors_of_look_up(const Served& served) const;
     std::size_t end_of_run(std::size_t first, std::size_t end) const;
@@ -343,6 +353,7 @@ private:
     std::unique_ptr<DeviceMemory> sinks_;        // null: no layer has sinks
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
     std::unique_ptr<DeviceMemory> moves_;        // the rows that are moved, and where to
+    std::unique_ptr<DeviceMemory> sums_;         // what single tokens gave; null: none is observed
     std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device does not multiply by them
     std::unique_ptr<DeviceMemory> outside_;  // in f32: see place_outside()
     // masks of heads that are alike, [token][row], f16; null: heads never are
@@ -372,14 +383,22 @@ private:
     DeviceStep step_;
     int n_found_ = 0;
     bool has_observed_ = false;
+    bool looks_at_queries_ = false;  // whether what queries gave is looked up
     UnknownTokens looked_for_;
     std::vector<std::size_t> rows_looked_up_;  // offset of each layer's rows in looked_up_
+    // Offset of [KV head][kNeighbourhood], i64, of each layer in looked_up_: rows to which the
+    // query of the single token gives nothing; and of as many zeros, f32, as all layers have of
+    // them.
+    std::vector<std::size_t> rows_near_;
+    std::size_t zeros_ = 0;
+    int n_summed_ = 0;  // how many queries the sums are of
     std::size_t layers_of_part_ = 0;
     // the part that is built and not begun yet; it may have no layers
     Part next_part_;
     LayerRange launched_{};              // the layers of the part that the device has begun last
     std::vector<std::uint8_t> written_;  // the input of a step
     HostMemory found_{device_};          // the findings of a step
+    HostMemory read_sums_{device_};      // the sums that were read last
 };
 
 }  // namespace entropykv

@@ -43,7 +43,7 @@ void DeviceGraph::find_out(ggml_tensor* keys, ggml_tensor* values) {
     if (sum == nullptr) return;
     if (served_.predictor.shape.v_dim > 0)
         sum = ggml_add(context_, sum, product(values, served_.places.value_weights));
-    keep(sum, served_.places.sums);
+    keep(sum, served_.places.predictions);
 }
 
 // Returns the sum of values, each multiplied by its KV head's weight, [KV head][token].

@@ -136,6 +136,8 @@ private:
                      const Order& order, int first, int n);
     void observe(const DeviceGroup& group, ggml_tensor* keys, const Order& order);
     void observe_single(const DeviceGroup& group, int n_layers);
+    ggml_tensor* without_rows_near(const DeviceGroup& group, ggml_tensor* given, int n_layers);
+    ggml_tensor* sums_of(const DeviceGroup& group, std::int64_t width, int n_layers);
     ggml_tensor* masks_of_layers(const DeviceGroup& group, int n_layers);
     ggml_tensor* shares_of(const DeviceGroup& group, ggml_tensor* products, ggml_tensor* mask);
     ggml_tensor* keys_in_f32(const DeviceGroup& group, std::int64_t width);

@@ -64,8 +64,14 @@ void DeviceAttention::allocate_for_graph() {
     std::size_t rows =
         device_.aligned(looked_up * index_of(most_predicted_heads_) * sizeof(std::int32_t));
     std::size_t n_tensors = kTensorsOfWrites;
+    std::size_t n_heads = 0;
+    const bool observes = importance_.measure().observes();
     for (Served& served : layers_) {
         const LayerShape& shape = served.layer->shape();
+        n_heads += index_of(shape.n_head_kv);
+        if (observes)
+            rows +=
+                device_.aligned(index_of(shape.n_head_kv * kNeighbourhood) * sizeof(std::int64_t));
         served.places.queries = queries;
         queries += query_bytes(served, observed_of(max_tokens_));
         rows += device_.aligned(looked_up * index_of(shape.n_head_kv) * sizeof(std::int32_t));
@@ -73,10 +79,32 @@ void DeviceAttention::allocate_for_graph() {
                      index_of(shape.readers) *
                          (kTensorsOfReader + kTensorsOfGroup * served.layer->groups().size());
     }
-    if (several_ && importance_.measure().observes())
-        queries_ = std::make_unique<DeviceMemory>(device_, queries);
+    if (observes) {
+        rows += device_.aligned(n_heads * kNeighbourhood * sizeof(float));
+        place_sums();
+    }
+    if (several_ && observes) queries_ = std::make_unique<DeviceMemory>(device_, queries);
     looked_up_ = std::make_unique<DeviceMemory>(device_, rows);
     node_memory_.resize(n_tensors * ggml_tensor_overhead());
+}
+
+// Allocates the sums of what single tokens give. Unlike positions, they lie where they do as long
+// as there are rows, so nobody need read them if another sequence has more rows.
+void DeviceAttention::place_sums() {
+    std::size_t bytes = 0;
+    for (Served& served : layers_) {
+        served.places.sums = bytes;
+        bytes += device_.aligned(index_of(served.layer->n_sums()) * sizeof(float));
+    }
+    sums_ = std::make_unique<DeviceMemory>(device_, bytes);
+    read_sums_.resize(bytes);
+}
+
+// Begins to copy the sums of layers to the host.
+void DeviceAttention::begin_read_of_sums(std::size_t first, std::size_t end) {
+    const std::size_t begin = layers_[first].places.sums;
+    const std::size_t behind = end == layers_.size() ? read_sums_.size() : layers_[end].places.sums;
+    sums_->begin_read(read_sums_, begin, behind - begin);
 }
 
 // Allocates what steps of single tokens need, for the sequences in all places.
@@ -606,7 +634,9 @@ std::vector<ggml_tensor*> DeviceAttention::upkeep_of(int layer, int reader, cons
 
 // Chooses places for what is looked up, and writes which rows that concerns.
 void DeviceAttention::plan_look_up(const UnknownTokens& unknown, bool observed) {
-    place_findings(unknown.n, observed);
+    const bool single = step_.is_single_in_graph();
+    place_findings(unknown.n, observed && !single);
+    looks_at_queries_ = observed;
     looked_for_ = unknown;
     StepInput input(device_, written_);
     std::vector<std::int32_t> numbers;
@@ -625,11 +655,33 @@ void DeviceAttention::plan_look_up(const UnknownTokens& unknown, bool observed) 
         }
         rows_looked_up_.push_back(input.add(numbers));
     }
+    if (!observed || !single) return;
+    add_rows_near(input);
+    ++n_summed_;
+}
+
+// Adds which rows are in the neighbourhood of the single token.
+void DeviceAttention::add_rows_near(StepInput& input) {
+    rows_near_.clear();
+    std::vector<std::int64_t> rows;
+    std::size_t n = 0;
+    for (const Served& served : layers_) {
+        rows.clear();
+        for (DeviceHead& head : served.layer->heads()) {
+            const std::vector<int>& near = head.rows_near(step_.position);
+            for (std::size_t i = 0; i < index_of(kNeighbourhood); ++i)
+                rows.push_back(near.empty() ? std::max(head.count - 1, 0)
+                                            : near[std::min(i, near.size() - 1)]);
+        }
+        n += rows.size();
+        rows_near_.push_back(input.add(rows));
+    }
+    zeros_ = input.add(std::vector<float>(n, 0.0f));
 }
 
 // Copies the input that plan_look_up() has written to the device.
 void DeviceAttention::tell_rows_looked_up() {
-    if (looked_for_.n > 0) looked_up_->tell(written_);
+    if (!written_.empty()) looked_up_->tell(written_);
 }
 
 int DeviceAttention::tensors_of_look_up(const Served& served) const {
@@ -665,7 +717,7 @@ std::size_t DeviceAttention::add_look_up(std::size_t layer, std::size_t end, ggm
     const bool single = step_.is_single_in_graph();
     const std::size_t next = single ? end_of_run(layer, end) : layer + 1;
     const auto n_layers = static_cast<int>(next - layer);
-    for (int reader = 0; has_observed_ && reader < served.layer->shape().readers; ++reader) {
+    for (int reader = 0; looks_at_queries_ && reader < served.layer->shape().readers; ++reader) {
         DeviceGraph operations(context, graph, *this, served, reader, {}, step_);
         if (single)
             operations.add_observation_of_single(n_layers);
@@ -728,10 +780,12 @@ void DeviceAttention::launch_part() {
         device_.place(next_part_.graph);
         device_.launch(next_part_.graph);
     }
+    if (looks_at_queries_ && step_.is_single_in_graph())
+        begin_read_of_sums(launched_.first, launched_.end);
     const std::size_t begin = layers_[launched_.first].places.findings;
     const std::size_t end =
         launched_.end == layers_.size() ? found_.size() : layers_[launched_.end].places.findings;
-    findings_->begin_read(found_, begin, end - begin);
+    if (end > begin) findings_->begin_read(found_, begin, end - begin);
 }
 
 LayerRange DeviceAttention::next_part() {
@@ -773,9 +827,12 @@ void DeviceAttention::look_up_all(const std::vector<LookUp>& all) {
         }
     }
     launch();
-    for (const LookUp& each : all)
-        each.sequence->findings_->begin_read(each.sequence->found_, 0,
-                                             each.sequence->found_.size());
+    for (const LookUp& each : all) {
+        DeviceAttention& sequence = *each.sequence;
+        if (sequence.found_.size() > 0)
+            sequence.findings_->begin_read(sequence.found_, 0, sequence.found_.size());
+        if (each.reads_sums) sequence.begin_read_of_sums(0, sequence.layers_.size());
+    }
 }
 
 }  // namespace entropykv

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "decide/importance.hpp"
+
 namespace entropykv {
 
 namespace {
@@ -139,6 +141,8 @@ void DeviceHead::hold(const std::vector<std::int32_t>& of_entries) {
 }
 
 void DeviceHead::hold_first(int n) {
+    n_searched = 0;
+    near.clear();
     for (int row = n; row < used(); ++row) set_position(row, kFreeRow);
     count = n;
     staged = 0;
@@ -147,6 +151,19 @@ void DeviceHead::hold_first(int n) {
 void DeviceHead::move(int from, int to) {
     moves.push_back({from, to});
     std::replace(unknown.begin(), unknown.end(), from, to);
+}
+
+const std::vector<int>& DeviceHead::rows_near(std::int32_t position) {
+    const auto is_near = [&, last = static_cast<float>(position)](int row) {
+        const float of_row = positions[static_cast<std::size_t>(row)];
+        return of_row > last - kNeighbourhood && of_row <= last;
+    };
+    const auto leaves = [&](int row) { return row >= n_searched || !is_near(row); };
+    near.erase(std::remove_if(near.begin(), near.end(), leaves), near.end());
+    for (int row = n_searched; row < used(); ++row)
+        if (is_near(row)) near.push_back(row);
+    n_searched = count;
+    return near;
 }
 
 RowMemory::RowMemory(const LayerShape& shape, ggml_type type, std::int64_t n_rows,
@@ -241,6 +258,8 @@ DeviceLayer::DeviceLayer(const LayerShape& shape, const LayerRows& rows, int pla
         first_row += n_rows;
     }
     lay_out_positions(full_widths());
+    for (DeviceHead& head : heads_) head.first_sum = head.first_position;
+    n_sums_ = n_positions_;
 }
 
 std::size_t DeviceLayer::bytes() const {
@@ -282,6 +301,10 @@ bool DeviceLayer::is_even(const DeviceGroup& group) const {
     const auto first = heads_.begin() + group.first_head;
     return std::all_of(first, first + group.n_heads,
                        [&](const DeviceHead& head) { return head.count == first->count; });
+}
+
+int DeviceLayer::sum_stride(const DeviceGroup& group) const {
+    return whole_steps(heads_[static_cast<std::size_t>(group.first_head)].rows());
 }
 
 int DeviceLayer::position_stride(const DeviceGroup& group) const {

@@ -73,6 +73,9 @@ struct DeviceHead {
     std::vector<int> changed;      // rows whose positions the device does not know
     std::vector<RowMove> moves;    // the moves that are due; no row is both a source and a target
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
+    int first_sum = 0;         // where the layer's sums of what single tokens gave have its rows
+    std::vector<int> near;     // what rows_near() has returned
+    int n_searched = 0;        // how many rows of entries it has searched since they were moved
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read.
@@ -89,6 +92,10 @@ struct DeviceHead {
     void hold_first(int n);
     // Records that the entry of row `from` must be moved to row `to`.
     void move(int from, int to);
+    // Returns the rows whose positions are in the neighbourhood of `position`, itself and those
+    // before it; it must be greater from call to call. Only rows of entries that are new are
+    // searched, unless hold() or hold_first() was called.
+    const std::vector<int>& rows_near(std::int32_t position);
     void set_position(int row, float position);
 };
 
@@ -193,6 +200,10 @@ public:
     bool is_even(const DeviceGroup& group) const;
     // Returns how many positions all heads together have; each has a multiple of kDeviceRowStep.
     int n_positions() const { return n_positions_; }
+    // Returns how many sums of what single tokens gave all heads together have, and each head of a
+    // group: as many as rows, in whole steps, whatever the positions are.
+    int n_sums() const { return n_sums_; }
+    int sum_stride(const DeviceGroup& group) const;
     // Returns how many positions each head of a group has.
     int position_stride(const DeviceGroup& group) const;
     // Gives every head of a group as many positions as `widths` says for it.
@@ -215,6 +226,7 @@ private:
     std::vector<DeviceHead> heads_;
     std::vector<DeviceGroup> groups_;
     int n_positions_ = 0;
+    int n_sums_ = 0;
 };
 
 }  // namespace entropykv

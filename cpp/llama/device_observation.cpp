@@ -44,8 +44,8 @@ void DeviceGraph::add_observation_of_single(int n_layers) {
     for (const DeviceGroup& group : layer_.groups()) observe_single(group, n_layers);
 }
 
-// Sums up what the query of a single token gave to each row of a group in each of n layers, [layer]
-// [KV head][row].
+// Adds to the sums what the query of a single token gave to each row of a group in each of n
+// layers, [layer][KV head][row], on behalf of all tokens since the last one that was observed.
 void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
     const std::int64_t width = layer_.position_stride(group);
     const std::int64_t n_heads = std::int64_t{group.n_heads} * n_layers;
@@ -71,15 +71,44 @@ void DeviceGraph::observe_single(const DeviceGroup& group, int n_layers) {
     products = ggml_reshape_4d(context_, products, width, 1, of_kv, n_heads);
     ggml_tensor* given = shares_of(group, products, masks_of_layers(group, n_layers));
     ggml_tensor* sums = sum_over_queries(given, width);
-    ggml_tensor* place = device_.findings_->tensor(
-        context_, GGML_TYPE_F32,
-        served_.places.observed + sizeof(float) * index_of(first_position(group)), width,
-        group.n_heads, n_layers);
-    if (n_layers > 1)
-        place->nb[2] = device_.layers_[next].places.observed - served_.places.observed;
-    sums = ggml_reshape_3d(context_, sums, width, group.n_heads, n_layers);
-    if (!first_reader_) sums = ggml_add(context_, sums, place);
-    ggml_build_forward_expand(graph_, ggml_cpy(context_, sums, place));
+    sums = without_rows_near(group, sums, n_layers);
+    sums = ggml_scale(context_, sums, static_cast<float>(kScoringInterval));
+    ggml_tensor* all = sums_of(group, width, n_layers);
+    ggml_build_forward_expand(graph_, ggml_cpy(context_, ggml_add(context_, sums, all), all));
+}
+
+// Returns what a single token gave to each row, [layer][KV head][row], and 0 for rows in its
+// neighbourhood.
+ggml_tensor* DeviceGraph::without_rows_near(const DeviceGroup& group, ggml_tensor* given,
+                                            int n_layers) {
+    const std::int64_t width = given->ne[0];
+    const DeviceMemory& input = *device_.looked_up_;
+    const std::size_t of_layer = device_.rows_near_[number()];
+    ggml_tensor* near =
+        input.tensor(context_, GGML_TYPE_I64,
+                     of_layer + sizeof(std::int64_t) * index_of(kNeighbourhood * group.first_head),
+                     kNeighbourhood, group.n_heads, n_layers);
+    if (n_layers > 1) near->nb[2] = device_.rows_near_[number() + 1] - of_layer;
+    ggml_tensor* zeros = input.tensor(context_, GGML_TYPE_F32, device_.zeros_, 1, kNeighbourhood,
+                                      group.n_heads, n_layers);
+    given = ggml_reshape_4d(context_, given, 1, width, group.n_heads, n_layers);
+    given = ggml_set_rows(context_, given, zeros, near);
+    return ggml_reshape_3d(context_, given, width, group.n_heads, n_layers);
+}
+
+// Returns the sums of the first rows of a group in n layers, for one more query.
+ggml_tensor* DeviceGraph::sums_of(const DeviceGroup& group, std::int64_t width, int n_layers) {
+    const DeviceHead& first = layer_.heads()[index_of(group.first_head)];
+    const std::size_t at = served_.places.sums + sizeof(float) * index_of(first.first_sum);
+    ggml_tensor* all = device_.sums_->tensor(context_, GGML_TYPE_F32, at, layer_.sum_stride(group),
+                                             group.n_heads, n_layers);
+    if (n_layers > 1) all->nb[2] = device_.layers_[number() + 1].places.sums - served_.places.sums;
+    // The first query begins with zeros, also where sums of queries that are not numbers were.
+    if (first_reader_ && device_.n_summed_ == 1)
+        all = ggml_cpy(context_, ggml_clamp(context_, all, 0.0f, 0.0f), all);
+    else if (first_reader_)
+        all = ggml_scale_inplace(context_, all, decay_factor(importance_.decay, kScoringInterval));
+    return ggml_view_3d(context_, all, width, group.n_heads, n_layers, all->nb[1], all->nb[2], 0);
 }
 
 // Returns the masks of a single token in n layers, [layer and KV head][row].

@@ -257,11 +257,10 @@ void DeviceStore::begin_singles(const std::vector<DeviceStore*>& stores, int n_r
             sequences[i].push_back(store->devices_[i].get());
         }
     }
-    for (const auto& of_device : sequences) DeviceAttention::fit_masks(of_device);
-    for (DeviceStore* store : stores)
-        for (const auto& device : store->devices_)
-            if (!device->keeps_places()) store->add_late_findings();
-    for (const auto& of_device : sequences) DeviceAttention::begin_singles(of_device, n_runs);
+    for (const auto& of_device : sequences) {
+        DeviceAttention::fit_masks(of_device);
+        DeviceAttention::begin_singles(of_device, n_runs);
+    }
     for (DeviceStore* store : stores) {
         store->n_changed_ = 0;
         store->plan_commit();
@@ -361,6 +360,8 @@ void DeviceStore::decide() noexcept {
         for_each_head_at_once(
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
         for (const Layer& layer : layers_) layer.device->collect_moves(layer.number);
+        if (step_.n_tokens == 1 && step_.observing)
+            for_each_head([&](int layer, int h) { head(layer, h).rows_near(step_.position); });
     } catch (...) {
         decision_error_ = std::current_exception();
         return;
@@ -405,14 +406,13 @@ void DeviceStore::end_decisions() {
     if (take_decisions()) move_rows();
 }
 
-// Decides what the devices look up after this single token, so that the ledger can be told while
-// the next one is read: what this token's query gave, if it is observed, and what is unknown of the
-// newest entries, before they are too many.
+// Decides what the host reads after this single token, so that the ledger can be told while the
+// next one is read: what tokens gave, if that one evicts, and what is unknown of the newest
+// entries, before they are too many.
 void DeviceStore::plan_late_look_up() {
     const int most = most_unknown();
-    const bool observed = step_.observing;
-    late_.unknown = unknown_.n >= most || (observed && unknown_.n > most - kScoringInterval);
-    if (observed) late_.position = step_.position;
+    late_.unknown = unknown_.n >= most || (step_.observing && unknown_.n > most - kScoringInterval);
+    late_.sums = evicts() && n_summed() + (step_.observing ? 1 : 0) > 0;
 }
 
 void DeviceStore::look_up_late(const std::vector<DeviceStore*>& stores) {
@@ -420,7 +420,7 @@ void DeviceStore::look_up_late(const std::vector<DeviceStore*>& stores) {
     for (DeviceStore* store : stores) {
         if (store->step_.n_tokens > 1) continue;
         store->plan_late_look_up();
-        if (store->late_) looking.push_back(store);
+        if (store->late_ || store->step_.observing) looking.push_back(store);
     }
     if (looking.empty()) return;
     for (std::size_t i = 0; i < looking.front()->devices_.size(); ++i) {
@@ -428,7 +428,7 @@ void DeviceStore::look_up_late(const std::vector<DeviceStore*>& stores) {
         for (const DeviceStore* store : looking)
             all.push_back({store->devices_[i].get(),
                            store->late_.unknown ? store->unknown_ : UnknownTokens{},
-                           store->late_.position >= 0});
+                           store->step_.observing, store->late_.sums});
         DeviceAttention::look_up_all(all);
     }
 }
@@ -439,17 +439,23 @@ void DeviceStore::add_late_findings() {
     for (const auto& device : devices_) device->device().wait();
     for_each_head_at_once(true, [&](int layer, int h, int worker) {
         const Layer& of = layers_[index(layer)];
-        if (late_.position >= 0)
-            ledger_.observe(layer, h, of.device->observed(of.number, h), late_.position, worker);
+        if (late_.sums)
+            ledger_.add_sum(layer, h, n_summed(), of.device->observed(of.number, h), worker);
         if (late_.unknown) complete_entries(layer, h, 0);
     });
+    if (late_.sums) forget_sums();
     if (late_.unknown) unknown_ = {};
     late_ = {};
+}
+
+void DeviceStore::forget_sums() noexcept {
+    for (const auto& device : devices_) device->forget_sums();
 }
 
 void DeviceStore::forget_unknown() noexcept {
     late_ = {};
     unknown_ = {};
+    forget_sums();
     for (Layer& layer : layers_)
         for (DeviceHead& head : layer.rows.heads()) head.unknown.clear();
 }
@@ -506,12 +512,11 @@ void DeviceStore::complete_ledger() {
     end_decisions();
     add_late_findings();
     for (const auto& device : devices_) device->device().wait();  // for rows that are moved
-    if (unknown_.n == 0) return;
+    late_ = {n_summed() > 0, unknown_.n > 0};
+    if (!late_) return;
     for (const auto& device : devices_)
-        DeviceAttention::look_up_all({{device.get(), unknown_, false}});
-    for (const auto& device : devices_) device->device().wait();
-    for_each_head([&](int layer, int h) { complete_entries(layer, h, 0); });
-    unknown_ = {};
+        DeviceAttention::look_up_all({{device.get(), unknown_, false, late_.sums}});
+    add_late_findings();
 }
 
 // Tells the ledger what was looked up for the unknown entries of a head, which are followed by
@@ -560,6 +565,7 @@ void DeviceStore::commit_alone() {
         const bool prepared = end_background();
         add_late_findings();
         commit_by_parts(prepared);
+        forget_sums();
         unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
         unknown_.n_staged = 0;
     } else {
@@ -612,6 +618,8 @@ void DeviceStore::commit(int layer, int h, bool found, int worker) {
         return;  // settle_drafts() may undo it, and rows cannot be moved back
     }
     const float* observed = found ? of.device->observed(of.number, h) : nullptr;
+    if (observed != nullptr && n_summed() > 0)
+        ledger_.add_sum(layer, h, n_summed(), std::exchange(observed, nullptr), worker);
     ledger_.commit(layer, h, step_.n_tokens, observed, nullptr, 0.0f, worker);
     DeviceHead& rows_of_head = head(layer, h);
     if (step_.in_graph && !plan_.due && plan_.unknown.n > 0)
@@ -660,18 +668,14 @@ void DeviceStore::take_order_of_ledger(int layer, int h) {
     DeviceHead& of = head(layer, h);
     Head& entries = ledger_.components().head(layer, h);
     const PageLayout& layout = entries.layout();
-    // No two entries of a head have one position, so entries whose rows have their positions
-    // already stay.
     entries.for_each_page({}, [&](std::byte* page, int n, int first) {
-        const std::int32_t* positions = layout.positions(page);
-        const float* known = of.positions.data() + first;
-        int n_known = 0;
-        for (int i = 0; i < n; ++i) n_known += known[i] == static_cast<float>(positions[i]) ? 1 : 0;
-        for (int i = 0; i < n && n_known < n; ++i) {
-            if (known[i] == static_cast<float>(positions[i])) continue;
-            const int row = std::exchange(layout.row(page, i), first + i);
-            if (row != first + i) of.move(row, first + i);
-            of.set_position(first + i, static_cast<float>(positions[i]));
+        const std::int32_t* rows = layout.rows(page);
+        int n_there = 0;  // entries that are in their rows
+        for (int i = 0; i < n; ++i) n_there += rows[i] == first + i ? 1 : 0;
+        for (int i = 0; i < n && n_there < n; ++i) {
+            if (rows[i] == first + i) continue;
+            of.move(std::exchange(layout.row(page, i), first + i), first + i);
+            of.set_position(first + i, static_cast<float>(layout.positions(page)[i]));
         }
     });
     of.hold_first(entries.count());

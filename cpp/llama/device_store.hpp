@@ -210,6 +210,8 @@ private:
     void plan_late_look_up();
     static void look_up_late(const std::vector<DeviceStore*>& stores);
     void add_late_findings();
+    int n_summed() const { return devices_.empty() ? 0 : devices_.front()->n_summed(); }
+    void forget_sums() noexcept;
     void forget_unknown() noexcept;
     bool reads_values() const;
     int most_unknown() const;
@@ -271,10 +273,10 @@ private:
     std::exception_ptr decision_error_;
     // Describes what the devices look up while the next token is read; the ledger gets it later.
     struct Late {
-        std::int32_t position = -1;  // of the single token whose query was observed; -1: none
-        bool unknown = false;        // whether the newest entries are looked up
+        bool sums = false;     // whether what single tokens gave is read
+        bool unknown = false;  // whether the newest entries are looked up
 
-        explicit operator bool() const { return position >= 0 || unknown; }
+        explicit operator bool() const { return sums || unknown; }
     };
     Late late_;
     std::size_t peak_ = 0;

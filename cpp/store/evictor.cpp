@@ -20,14 +20,6 @@ void make_finite(float* scores, int n) {
             scores[i] > 0.0f ? std::min(scores[i], std::numeric_limits<float>::max()) : 0.0f;
 }
 
-// Says how what queries gave changes importance: by which factor it has fallen before, by how much
-// it counts, and up to which position.
-struct GivenByQueries {
-    float factor;
-    float weight;
-    std::int32_t limit;
-};
-
 // Adds what queries gave to n entries. The kinds of importance have loops of their own, without
 // branches.
 template <bool largest, bool packed>
@@ -72,16 +64,27 @@ void Evictor::add_observed(Head& head, const StagedEntries& staged,
     const bool single = common_.single_query;
     const int interval = common_.scoring_interval();
     const float factor = decay_factor(common_.importance().decay, single ? interval : staged.count);
-    if (head.dropped) head.dropped->decay(factor);
-    const GivenByQueries given{factor, single ? static_cast<float>(interval) : 1.0f,
-                               single ? staged.newest - common_.neighbourhood() : staged.newest};
+    add(head, staged, observed,
+        {factor, single ? static_cast<float>(interval) : 1.0f,
+         single ? staged.newest - common_.neighbourhood() : staged.newest});
+}
+
+void Evictor::add_sum(Head& head, int n_queries, const float* sum) const noexcept {
+    const float factor =
+        decay_factor(common_.importance().decay, n_queries * common_.scoring_interval());
+    add(head, {}, sum, {factor, 1.0f, std::numeric_limits<std::int32_t>::max()});
+}
+
+void Evictor::add(Head& head, const StagedEntries& staged, const float* observed,
+                  const GivenByQueries& given) const noexcept {
+    if (head.dropped) head.dropped->decay(given.factor);
     const bool packed = common_.predicts();
-    const auto add = common_.measure().by_largest()
-                         ? (packed ? &add_given<true, true> : &add_given<true, false>)
-                         : (packed ? &add_given<false, true> : &add_given<false, false>);
+    const auto add_to = common_.measure().by_largest()
+                            ? (packed ? &add_given<true, true> : &add_given<true, false>)
+                            : (packed ? &add_given<false, true> : &add_given<false, false>);
     head.for_each_page(staged, [&](std::byte* page, int n, int first) {
-        add(given, observed + first, head.layout().positions(page), n,
-            head.importance_of(page, first));
+        add_to(given, observed + first, head.layout().positions(page), n,
+               head.importance_of(page, first));
     });
 }
 

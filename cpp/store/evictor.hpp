@@ -13,6 +13,14 @@
 
 namespace entropykv {
 
+// Says how what queries gave changes importance: by which factor it has fallen before, by how much
+// it counts, and up to which position.
+struct GivenByQueries {
+    float factor;
+    float weight;
+    std::int32_t limit;
+};
+
 class Evictor {
 public:
     explicit Evictor(StoreCommon& common) : common_(common), freezer_(common) {}
@@ -25,6 +33,9 @@ public:
     // entries first.
     void add_observed(Head& head, const StagedEntries& staged,
                       const float* observed) const noexcept;
+    // Adds to the importance of the stored entries what the queries of single tokens gave to them:
+    // `sum` has, for n_queries queries that were observed, what add_observed() would have added.
+    void add_sum(Head& head, int n_queries, const float* sum) const noexcept;
     // Raises the predicted share of every entry to the largest share of attention that a query of
     // an echo gave to it.
     void raise_predicted_shares(Head& head, const StagedEntries& staged,
@@ -44,6 +55,8 @@ public:
 
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
+    void add(Head& head, const StagedEntries& staged, const float* observed,
+             const GivenByQueries& given) const noexcept;
     void score(const Head& head, const StagedEntries& staged) noexcept;
     bool gather(const Head& head, const StagedEntries& staged) noexcept;
     void weigh_by_values(const Head& head, const StagedEntries& staged) noexcept;

@@ -201,10 +201,10 @@ void HeadStore::commit(int layer, int head_index, int n_staged, const float* obs
     if (scheduled) own.schedule.restore_due(head, own.page_read.data());
 }
 
-void HeadStore::observe(int layer, int head, const float* observed, std::int32_t position,
+void HeadStore::add_sum(int layer, int head, int n_queries, const float* sum,
                         int workspace) noexcept {
-    components_.workspaces[index(workspace)].evictor.add_observed(components_.head(layer, head),
-                                                                  {nullptr, 0, position}, observed);
+    components_.workspaces[index(workspace)].evictor.add_sum(components_.head(layer, head),
+                                                             n_queries, sum);
 }
 
 void HeadStore::commit_token(int layer, int head_index, int token, std::int32_t position,

@@ -84,12 +84,11 @@ public:
     void commit(int layer, int head, int n_staged, const float* observed, const float* echo_shares,
                 float output_squares, int workspace) noexcept;
 
-    // Adds to the importance what the query of a single token gave to the entries (`observed`),
-    // after the token was committed with a null `observed`, and before the next commit. The effect
-    // is the same as if commit() had been given it. `position` is that of the token; the other
-    // parameters are those of commit().
-    void observe(int layer, int head, const float* observed, std::int32_t position,
-                 int workspace) noexcept;
+    // Adds to the importance what the queries of n_queries single tokens gave to the stored
+    // entries, after these tokens were committed with a null `observed`, and before anything is
+    // evicted. In the sums, each query counts for kScoringInterval tokens and decays as if commit()
+    // had been given what it gave, and nothing was given in its neighbourhood.
+    void add_sum(int layer, int head, int n_queries, const float* sum, int workspace) noexcept;
 
     // Commits one staged token of a run with drafts, as if it had been read alone. token: its
     // number in the run, whose first token is no draft; position: its position. Tokens of a head

@@ -232,6 +232,38 @@ def test_it_ranks_entries_as_the_cpu_does(llama: Path, policy: str) -> None:
         assert all_entries(session) == all_entries(cpu)
 
 
+@pytest.mark.parametrize("policy", ["uniform:attention", "uniform:mass"])
+@pytest.mark.parametrize("asked_after", [[], [3, 4, 30, 33]])
+def test_what_single_tokens_gave_is_added_up_as_on_the_cpu(
+    llama: Path, policy: str, asked_after: list[int]
+) -> None:
+    """The sums leave out the neighbourhood of each token, fall with each one, and begin again when
+    the host has read them: because a token evicts, or because somebody asks.
+    """
+    tokens = tokens_for(200)
+    with (
+        on_cpu(llama, policy=policy, kv_budget=128) as cpu,
+        on_device(llama, policy=policy, kv_budget=128) as session,
+    ):
+        for reader in (cpu, session):
+            reader.decode(tokens[:110])
+        for number, token in enumerate(tokens[110:]):
+            cpu.decode([token])
+            session.decode([token])
+            if number not in (*asked_after, 7, 8, 60, 89):
+                continue
+            for own, on_the_cpu in zip(given_in(session), given_in(cpu), strict=True):
+                np.testing.assert_array_equal(own[0], on_the_cpu[0])
+                np.testing.assert_allclose(own[1], on_the_cpu[1], rtol=0.02, atol=1e-4)
+        assert session.stats().evictions > 0
+
+
+def given_in(session: Session) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+    given = session.cache.importance()
+    assert given is not None
+    return given
+
+
 def predicting(session: Session, path: Path) -> EntropyProfile:
     """Return a profile of the session's model whose predictor fits its entries."""
     store = session._slot.store
@@ -670,7 +702,8 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
     # A chunk takes one graph of masks, and one of its attention weights and the norms of its
     # values.
     assert chunk == {"computed": 2, "uploads": 2, "downloads": 1}
-    assert observed == {"computed": 1, "uploads": 2, "downloads": 1}
+    # What a token gave stays on the device, which is told the rows that it leaves out.
+    assert observed == {"computed": 1, "uploads": 3, "downloads": 0}
     assert other == {"computed": 0, "uploads": 1, "downloads": 0}
 
 

@@ -87,8 +87,9 @@ def by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         # In addition to llama.cpp's own graph and copies: moves of each conversation once in 16
         # tokens.
         ("recency", {"waits": 0.7, "graphs": 0.7, "copies": 1.6}),
-        # In addition: the attention weights of every fourth token.
-        ("uniform", {"waits": 3, "graphs": 3.4, "copies": 5.6}),
+        # In addition: which rows every fourth token leaves out, and what tokens gave, before one of
+        # them evicts.
+        ("uniform", {"waits": 3, "graphs": 2.4, "copies": 5.7}),
     ],
 )
 def test_conversations_that_write_at_once_wait_as_often_for_many_layers_as_for_few(
@@ -212,7 +213,7 @@ def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_
         _, ours = counts_of(path, store="device", policy="uniform", kv_budget=0.25)
         copies_of_queries = n_layer
         more.append(ours["nodes"] - stock["nodes"] - copies_of_queries)
-    assert more[0] == more[1] <= 4
+    assert more[0] == more[1] <= 5
 
 
 @pytest.mark.parametrize(
