@@ -83,9 +83,14 @@ def test_what_two_processes_add_at_once_counts_together(tmp_path: Path) -> None:
     file.keep(begin)
     first, second = grown(begin, 300, 2), grown(begin, 240, 3)
     third = grown(first, 500, 4)
-    seen = []
+    seen: list[int] = []
+
+    def note(joined: LearntPredictor) -> bool:
+        seen.append(joined.n_texts)
+        return False
+
     for found, known in ((first, begin), (second, begin), (third, first)):
-        assert file.keep(found, known, lambda joined: seen.append(joined.n_texts) or False)
+        assert file.keep(found, known, note)
     assert seen == [3, 4, 5]
     expected = grown(grown(grown(begin, 300, 2), 240, 3), 500, 4)
     found = file.read()
