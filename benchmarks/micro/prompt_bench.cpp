@@ -117,7 +117,7 @@ int main(int argc, char** argv) {
         "| kernels | K and V | head size | entries | attention, ns | GFLOPS | observed again, ns | "
         "observed as kept, ns |\n|---|---|---|---|---|---|---|---|\n");
     for (const KernelTable* kernels : available_kernels()) {
-        for (const KvType type : {KvType::f16, KvType::q8_0}) {
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl}) {
             for (const int dim : dims) {
                 for (const int entries : {1536, 6144}) {
                     Bench bench(*kernels, type, dim, entries);

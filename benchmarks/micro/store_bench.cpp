@@ -135,7 +135,7 @@ int main() {
     std::printf("milliseconds per million entries that are looked at\n");
     std::printf("%-5s %4s %7s %6s %12s %12s %12s\n", "type", "dim", "budget", "tokens", "evict",
                 "halve", "cut back");
-    for (const KvType type : {KvType::f16, KvType::q8_0})
+    for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
         for (const int dim : {64, 128})
             for (const int budget : {1024, 16384, 65536})
                 for (const int n_tokens : {16, 512}) measure({type, dim, budget, n_tokens});

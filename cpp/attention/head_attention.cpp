@@ -289,7 +289,8 @@ void HeadAttention::write_output(const RowTile& tile, const SoftmaxState& state)
         const int query_head = tile.head * split_.group + row % split_.group;
         const int output_row = row / split_.group * n_head + query_head;
         float* output = call_.output + index(output_row) * index(layout.v_dim);
-        const float* source = state.output + index(r) * index(layout.v_stride);
+        float* source = state.output + index(r) * index(layout.v_stride);
+        if (layout.rotated) call_.kernels.rotate(source, layout.v_stride);
         const float scale = 1.0f / state.sum[r];
         for (int d = 0; d < layout.v_dim; ++d) output[d] = source[d] * scale;
     }

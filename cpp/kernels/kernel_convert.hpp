@@ -46,7 +46,8 @@ inline void convert_half_v(const PromptTile& tile, const PageLayout& layout, flo
     }
 }
 
-inline void convert_int8_v(const PromptTile& tile, const PageLayout& layout, float* out) {
+template <KvType Type>
+inline void convert_byte_v(const PromptTile& tile, const PageLayout& layout, float* out) {
     const int stride = layout.v_stride;
     for (int g = 0; g < tile.n_groups; ++g) {
         const Group& group = tile.groups[g];
@@ -55,7 +56,8 @@ inline void convert_int8_v(const PromptTile& tile, const PageLayout& layout, flo
             for (int e = 0; e < kGroupEntries; e += kLanes)
                 store(scales + e, load_half(group.v_scales + d / kQuantBlock * kGroupEntries + e));
             for (int e = 0; e < kGroupEntries; e += 4) {
-                const IntVec bytes = load_ints(group.v + e * stride + d * 4);
+                const std::byte* rows = group.v + e / 4 * four_rows<Type>(layout);
+                const IntVec bytes = load_value_bytes<Type>(rows, d);
                 for (int i = 0; i < 4; ++i)
                     store(out + (g * kGroupEntries + e + i) * stride + d,
                           to_float(byte_of(bytes, quad_place(i))) * broadcast(scales[e + i]));
@@ -70,7 +72,7 @@ template <KvType Type>
 inline void convert_k(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_k(tile, layout, out);
-    } else if constexpr (Type == KvType::q8_0) {
+    } else if constexpr (kInt8Keys<Type>) {
         convert_int8_k(tile, layout, out);
     } else {
         static_assert(kIsUnknown<Type>, "no conversion of this type");
@@ -81,14 +83,14 @@ template <KvType Type>
 inline void convert_v(const PromptTile& tile, const PageLayout& layout, float* out) {
     if constexpr (Type == KvType::f16) {
         convert_half_v(tile, layout, out);
-    } else if constexpr (Type == KvType::q8_0) {
-        convert_int8_v(tile, layout, out);
+    } else if constexpr (Type == KvType::q8_0 || kInt4Values<Type>) {
+        convert_byte_v<Type>(tile, layout, out);
     } else {
         static_assert(kIsUnknown<Type>, "no conversion of this type");
     }
 }
 
-// The following functions convert a tile of q8_0 to pairs of 16-bit integers.
+// The following functions convert a tile of q8_0 or iq4_nl to pairs of 16-bit integers.
 
 // Converts K to [k_stride / 2][kPromptEntries] pairs of neighbouring values.
 inline void convert_k_pairs(const PromptTile& tile, const PageLayout& layout, std::int32_t* out) {
@@ -141,6 +143,7 @@ inline void convert_latent_pairs(const PromptTile& tile, const PageLayout& layou
 }
 
 // Converts V to pairs of neighbouring entries: see pair_place().
+template <KvType Type>
 inline void convert_v_pairs(const PromptTile& tile, const PageLayout& layout, std::int32_t* out) {
     if (layout.latent) return convert_latent_pairs(tile, layout, out);
     const int stride = layout.v_stride;
@@ -149,7 +152,7 @@ inline void convert_v_pairs(const PromptTile& tile, const PageLayout& layout, st
         for (int e = 0; e < kGroupEntries; e += 4) {
             std::int32_t* pairs = out + (g * kGroupEntries + e) / 2 * stride;
             for (int d = 0; d < stride; d += kLanes) {
-                const IntVec bytes = load_ints(v + e * stride + d * 4);
+                const IntVec bytes = load_value_bytes<Type>(v + e / 4 * four_rows<Type>(layout), d);
                 store_ints(pairs + d, even_bytes(bytes));
                 store_ints(pairs + stride + d, odd_bytes(bytes));
             }

@@ -1,7 +1,7 @@
-// Part of kernels.cpp: computes q.k and p.v of the decode kernel on pages of q8_0, by products of
-// pairs of integers. The query and the weights are rounded to 16-bit integers with one scale per
-// block of values. The error of that is a few hundredths of the error of K and V, which have 8
-// bits.
+// Part of kernels.cpp: computes q.k and p.v of the decode kernel on pages whose K is q8_0, and
+// whose V is q8_0 or iq4_nl, by products of pairs of integers. The query and the weights are
+// rounded to 16-bit integers with one scale per block of values. The error of that is a few
+// hundredths of the error of K and V, which have 8 bits.
 #pragma once
 
 #include "kernels/kernel_decode.hpp"
@@ -9,7 +9,6 @@
 namespace entropykv {
 namespace {
 
-constexpr float kShortLimit = 32767.0f;
 constexpr int kBlockVectors = kQuantBlock / kLanes;
 
 struct QuantScratch : DecodeScratch {
@@ -34,7 +33,7 @@ inline void quantise_query(const DecodeTask& task, QuantScratch& scratch) {
                 best = maximum(best, maximum(q, zero() - q));
             }
             const float limit = largest(best);
-            const Vec inverse = broadcast(limit > 1e-30f ? kShortLimit / limit : 0.0f);
+            const Vec inverse = broadcast(limit > 1e-30f ? kLargestShort / limit : 0.0f);
             Vec sums = zero();
             for (int d = first; d < first + n; d += kLanes) {
                 const IntVec q = round_to_int(load(task.query + d) * inverse);
@@ -42,7 +41,7 @@ inline void quantise_query(const DecodeTask& task, QuantScratch& scratch) {
                 sums = sums + to_float(q);
             }
             const int at = r * layout.k_blocks + block;
-            scratch.query_scales[at] = limit / kShortLimit;
+            scratch.query_scales[at] = limit / kLargestShort;
             scratch.query_starts[at] = -128 * static_cast<std::int32_t>(sum(sums));
         }
     }
@@ -102,17 +101,19 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
     const int n = softmax_entries(tile);
     for (int e = tile.count; e < n; ++e) scratch.v_scales[e] = 0.0f;
     Vec best = zero();
-    over_logits(n,
-                [&](int e) ENTROPYKV_INLINE { best = maximum(best, load(scratch.v_scales + e)); });
+    over_logits(n, [&](int e) ENTROPYKV_INLINE {
+        const Vec scale = load(scratch.v_scales + e);
+        best = maximum(best, maximum(scale, zero() - scale));  // those of iq4_nl have signs
+    });
     const float limit = largest(best);
     for (int r = 0; r < task.rows; ++r) {
         // A tile contributes nothing if its weights are below 1e-30 of the earlier ones, or if its
         // V is zero.
         const float heaviest = scratch.heaviest[r];
         const bool counts = heaviest > 1e-30f && limit > 0.0f;
-        scratch.units[r] = counts ? heaviest * limit / kShortLimit : 0.0f;
+        scratch.units[r] = counts ? heaviest * limit / kLargestShort : 0.0f;
         const Vec to_part = broadcast(counts ? 1.0f / limit : 0.0f);
-        const Vec inverse = broadcast(counts ? kShortLimit / heaviest : 0.0f);
+        const Vec inverse = broadcast(counts ? kLargestShort / heaviest : 0.0f);
         const float* weights = scratch.logits + r * kDecodeTile;
         std::int16_t* integers = scratch.weights + r * kDecodeTile;
         over_logits(n, [&](int e) ENTROPYKV_INLINE {
@@ -124,28 +125,29 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
 
 // Computes output[Rows][..] = output * factor + the sum over entries of weight * v, for Vectors
 // vectors of a block from d on.
-template <int Rows, int Vectors>
-ENTROPYKV_NOINLINE void add_int8_values(const DecodeTile& tile, Stream* stream,
+template <KvType Type, int Rows, int Vectors>
+ENTROPYKV_NOINLINE void add_byte_values(const DecodeTile& tile, Stream* stream,
                                         const PageLayout& layout, int d, int row,
                                         const QuantScratch& scratch, float* output) {
     constexpr int chains = Rows * Vectors <= 4 ? 2 : 1;  // hides the latency of dot_pairs
     const int stride = layout.v_stride;
+    const int rows_bytes = four_rows<Type>(layout);
     IntVec sums[Rows][Vectors][chains];
     repeat<Rows * Vectors * chains>([&](auto i) ENTROPYKV_INLINE {
         sums[i / chains / Vectors][i / chains % Vectors][i % chains] = broadcast_int(0);
     });
     for (int g = 0; g < tile.n_groups; ++g) {
-        const std::byte* v = tile.groups[g].v + d * 4;
+        const std::byte* v = tile.groups[g].v;
         const std::int16_t* weights = scratch.weights + row * kDecodeTile + g * kGroupEntries;
-        for (int e = 0; e < kGroupEntries; e += 4) {
-            if (stream != nullptr) stream->ask<Vectors * kLanes * 4>(e / 4);
+        for (int e = 0; e < kGroupEntries; e += 4, v += rows_bytes) {
+            if (stream != nullptr) stream->ask<Vectors * kLanes * kValueBits<Type> / 2>(e / 4);
             repeat<2>([&](auto odd) ENTROPYKV_INLINE {
                 IntVec w[Rows];
                 repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
                     w[r] = broadcast_pair(weights + r * kDecodeTile + e + 2 * odd);
                 });
                 repeat<Vectors>([&](auto i) ENTROPYKV_INLINE {
-                    const IntVec bytes = load_ints(v + e * stride + i * kLanes * 4);
+                    const IntVec bytes = load_value_bytes<Type>(v, d + i * kLanes);
                     const IntVec pairs = odd ? odd_bytes(bytes) : even_bytes(bytes);
                     repeat<Rows>([&](auto r) ENTROPYKV_INLINE {
                         IntVec& sum = sums[r][i][odd % chains];
@@ -167,20 +169,21 @@ ENTROPYKV_NOINLINE void add_int8_values(const DecodeTile& tile, Stream* stream,
     });
 }
 
-template <int Rows>
-inline void add_int8_block(const DecodeTile& tile, Stream* stream, const PageLayout& layout,
+template <KvType Type, int Rows>
+inline void add_byte_block(const DecodeTile& tile, Stream* stream, const PageLayout& layout,
                            int block, int row, const QuantScratch& scratch, float* output) {
     constexpr int most = power_of_vectors(Rows, kBlockVectors);
     constexpr int fewer = smaller(most, kBlockVectors / 2);  // the last block may have 16 values
     const int end = smaller((block + 1) * kQuantBlock, layout.v_stride);
     int d = block * kQuantBlock;
     for (; d + most * kLanes <= end; d += most * kLanes)
-        add_int8_values<Rows, most>(tile, stream, layout, d, row, scratch, output);
+        add_byte_values<Type, Rows, most>(tile, stream, layout, d, row, scratch, output);
     for (; d < end; d += fewer * kLanes)
-        add_int8_values<Rows, fewer>(tile, stream, layout, d, row, scratch, output);
+        add_byte_values<Type, Rows, fewer>(tile, stream, layout, d, row, scratch, output);
 }
 
-void decode_q8_0(const DecodeTask& task) {
+template <KvType Type>
+void decode_bytes(const DecodeTask& task) {
     const PageLayout& layout = *task.entries.layout;
     QuantScratch scratch;
     quantise_query(task, scratch);
@@ -198,8 +201,8 @@ void decode_q8_0(const DecodeTask& task) {
         for (int block = 0; block < layout.v_blocks; ++block) {
             quantise_weights(task, tile, block, scratch);
             over_row_blocks(task.rows, [&](int row, auto rows) {
-                add_int8_block<rows()>(tile, row == 0 ? &stream : nullptr, layout, block, row,
-                                       scratch, task.state.output + row * layout.v_stride);
+                add_byte_block<Type, rows()>(tile, row == 0 ? &stream : nullptr, layout, block, row,
+                                             scratch, task.state.output + row * layout.v_stride);
             });
         }
     };

@@ -7,8 +7,6 @@
 namespace entropykv {
 namespace {
 
-constexpr float kLargestShort = 32767.0f;
-
 // Computes scores[kScoreStep][kRowTile] of kScoreStep entries for Vectors * kLanes query rows.
 template <int Vectors>
 inline void score_block(const float* query, const float* k, int stride, float* scores) {

@@ -11,7 +11,7 @@ namespace entropykv {
 namespace {
 
 template <KvType Type>
-constexpr bool kInPairs = kFastPairs && Type == KvType::q8_0;
+constexpr bool kInPairs = kFastPairs && kInt8Keys<Type>;
 
 // Entries are scored this many at a time, from a multiple of it on, so the scores of a tile may
 // begin before its first entry.
@@ -45,7 +45,7 @@ inline PromptScratch split_scratch(const PromptTask& task) {
     };
     const auto take_ints = [&](int n) { return reinterpret_cast<std::int32_t*>(take(n)); };
     PromptScratch scratch{};
-    if (kFastPairs && layout.type == KvType::q8_0) {
+    if (kFastPairs && layout.type != KvType::f16) {
         scratch.k = take(kPromptEntries / 2 * layout.k_stride);
         scratch.v = take(kPromptEntries / 2 * layout.v_stride);
         scratch.query = take_ints(kRowTile / 2 * layout.k_stride);

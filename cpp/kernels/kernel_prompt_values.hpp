@@ -84,7 +84,8 @@ inline float part_scales(const PromptTile& tile, const PageLayout& layout, int b
     for (int e = 0; e < tile.skipped; ++e) out[e] = 0.0f;
     for (int e = tile.count; e < n; ++e) out[e] = 0.0f;
     Vec best = zero();
-    for (int e = 0; e < n; e += kLanes) best = maximum(best, load(out + e));
+    for (int e = 0; e < n; e += kLanes)  // scales of iq4_nl have signs
+        best = maximum(best, maximum(load(out + e), zero() - load(out + e)));
     const float limit = largest(best);
     const Vec part = broadcast(limit > 0.0f ? kLargestShort / limit : 0.0f);
     for (int e = 0; e < n; e += kLanes) store(out + e, load(out + e) * part);
@@ -167,7 +168,7 @@ inline void tile_values(const PromptTask& task, const PromptTile& tile,
                         const PromptScratch& scratch, const float* weights) {
     const PageLayout& layout = *task.entries.layout;
     if constexpr (kInPairs<Type>) {
-        convert_v_pairs(tile, layout, reinterpret_cast<std::int32_t*>(scratch.v));
+        convert_v_pairs<Type>(tile, layout, reinterpret_cast<std::int32_t*>(scratch.v));
         if (layout.latent) {
             tile_values_pairs<true>(task, tile, scratch, weights);
         } else {

@@ -19,13 +19,14 @@ inline float half_row_norm(const std::uint16_t* row, int stride) {
 
 // Adds to the norms of the four entries whose values are interleaved; scales: from the first one's
 // on.
-inline void int8_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
+template <KvType Type>
+inline void byte_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
                            float* norms) {
     for (int i = 0; i < 4; ++i) norms[i] = 0.0f;
     for (int first = 0; first < stride; first += kQuantBlock) {
         Vec totals[4]{zero(), zero(), zero(), zero()};
         for (int d = first; d < smaller(first + kQuantBlock, stride); d += kLanes) {
-            const IntVec bytes = load_ints(values + d * 4);
+            const IntVec bytes = load_value_bytes<Type>(values, d);
             for (int i = 0; i < 4; ++i) {
                 const Vec value = to_float(byte_of(bytes, quad_place(i)));
                 totals[i] = multiply_add(value, value, totals[i]);
@@ -75,7 +76,7 @@ inline void over_keys_of(const PageLayout& layout, const std::byte* page, int sl
     const std::byte* keys = page + layout.k_at(slot - e);
     if constexpr (Type == KvType::f16) {
         over_half_keys(keys, layout.k_stride, e, visit);
-    } else if constexpr (Type == KvType::q8_0) {
+    } else if constexpr (kInt8Keys<Type>) {
         const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.k_scale_offset);
         over_int8_keys(keys, scales + PageLayout::scale_index(layout.k_blocks, slot - e, 0),
                        layout.k_stride, e, visit);
@@ -113,19 +114,21 @@ inline void half_norms(const PageLayout& layout, const std::byte* page, float* n
             reinterpret_cast<const std::uint16_t*>(page + layout.v_at(slot)), layout.v_stride);
 }
 
-inline void int8_norms(const PageLayout& layout, const std::byte* page, float* norms) {
+template <KvType Type>
+inline void byte_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
     for (int slot = 0; slot < layout.entries; slot += 4)
-        int8_row_norms(page + layout.v_at(slot),
-                       scales + PageLayout::scale_index(layout.v_blocks, slot, 0), layout.v_stride,
-                       norms + slot);
+        byte_row_norms<Type>(page + layout.v_at(slot),
+                             scales + PageLayout::scale_index(layout.v_blocks, slot, 0),
+                             layout.v_stride, norms + slot);
 }
 
 void value_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     if (layout.latent) return latent_norms(layout, page, norms);
     switch (layout.type) {
         case KvType::f16: return half_norms(layout, page, norms);
-        case KvType::q8_0: return int8_norms(layout, page, norms);
+        case KvType::q8_0: return byte_norms<KvType::q8_0>(layout, page, norms);
+        case KvType::q8_0_iq4_nl: return byte_norms<KvType::q8_0_iq4_nl>(layout, page, norms);
     }
 }
 

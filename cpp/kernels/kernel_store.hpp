@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/kernel_tile.hpp"
+#include "page/value_rotation.hpp"
 
 namespace entropykv {
 namespace {
@@ -49,6 +50,84 @@ inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t*
     }
 }
 
+void rotate(float* row, int stride) {
+    for (int d = 0; d < stride; d += kQuantBlock) rotate_block(row + d);
+}
+
+// Holds the places in kValueLevels of the levels that are nearest to values, and these levels.
+struct NearestLevels {
+    Vec places;
+    Vec levels;
+};
+
+inline NearestLevels nearest_levels(Vec values) {
+    NearestLevels nearest{zero(), broadcast(static_cast<float>(kValueLevels[0]))};
+    repeat<kLevels - 1>([&](auto i) ENTROPYKV_INLINE {
+        constexpr auto lower = static_cast<float>(kValueLevels[i]);
+        constexpr auto upper = static_cast<float>(kValueLevels[i + 1]);
+        const Vec middle = broadcast((lower + upper) / 2.0f);
+        const auto step = [&](float by) ENTROPYKV_INLINE {
+            return where_less(middle, values, broadcast(by), zero());
+        };
+        nearest.places = nearest.places + step(1.0f);
+        nearest.levels = nearest.levels + step(upper - lower);
+    });
+    return nearest;
+}
+
+// Returns the sum of the lanes of a vector.
+inline std::int32_t sum_of_ints(IntVec a) {
+    std::int32_t lanes[kLanes];
+    store_ints(lanes, a);
+    std::int32_t total = 0;
+    for (const std::int32_t lane : lanes) total += lane;
+    return total;
+}
+
+// Returns the scale of a block in iq4_nl. At first, the value of the largest magnitude becomes the
+// lowest level. Then the scale becomes the one with the least squared error for the levels that
+// this gives. That is computed in integers, so that it does not depend on the order of sums.
+inline float scale_of_levels(const float* values) {
+    Vec highest = load(values);
+    Vec lowest = zero() - load(values);
+    for (int d = kLanes; d < kQuantBlock; d += kLanes) {
+        highest = maximum(highest, load(values + d));
+        lowest = maximum(lowest, zero() - load(values + d));
+    }
+    const float up = largest(highest);
+    const float down = largest(lowest);
+    const float limit = up < down ? down : up;
+    if (limit <= 1e-30f) return 0.0f;
+    const float first = (up < down ? -limit : limit) / static_cast<float>(kValueLevels[0]);
+    const Vec inverse = broadcast(1.0f / first);
+    const Vec to_short = broadcast(kLargestShort / limit);
+    IntVec products = broadcast_int(0);
+    IntVec squares = broadcast_int(0);
+    for (int d = 0; d < kQuantBlock; d += 2 * kLanes) {
+        const Vec low = load(values + d);
+        const Vec high = load(values + d + kLanes);
+        const IntVec shorts = pairs_of(round_to_int(low * to_short), round_to_int(high * to_short));
+        const IntVec levels = pairs_of(round_to_int(nearest_levels(low * inverse).levels),
+                                       round_to_int(nearest_levels(high * inverse).levels));
+        products = dot_pairs(products, shorts, levels);
+        squares = dot_pairs(squares, levels, levels);
+    }
+    const float ratio =
+        static_cast<float>(sum_of_ints(products)) / static_cast<float>(sum_of_ints(squares));
+    return limit / kLargestShort * ratio;
+}
+
+// Rounds a block to the nearest levels; value i of it and value i + 16 share a byte.
+inline void round_to_levels(const float* values, float scale, std::uint8_t* codes, int apart) {
+    constexpr int half = kQuantBlock / 2;
+    const Vec inverse = broadcast(scale > 0.0f || scale < 0.0f ? 1.0f / scale : 0.0f);
+    std::int32_t places[kQuantBlock];
+    for (int d = 0; d < kQuantBlock; d += kLanes)
+        store_ints(places + d, round_to_int(nearest_levels(load(values + d) * inverse).places));
+    for (int i = 0; i < half; ++i)
+        codes[i * apart] = static_cast<std::uint8_t>(places[i] | places[i + half] << 4);
+}
+
 inline void store_scales(int blocks, const std::uint16_t* scales, int slot, std::byte* out) {
     for (int block = 0; block < blocks; ++block)
         reinterpret_cast<std::uint16_t*>(out)[PageLayout::scale_index(blocks, slot, block)] =
@@ -87,6 +166,25 @@ inline void store_int8_v(const PageLayout& layout, std::byte* page, int slot, co
     store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
 }
 
+inline void store_int4_v(const PageLayout& layout, std::byte* page, int slot, const float* row) {
+    float values[kMaxHeadDim];
+    std::uint16_t scales[kMaxBlocks];
+    constexpr float limit = 1e30f;  // Differences of infinities would not be numbers.
+    for (int d = 0; d < layout.v_stride; ++d) {
+        const float value = d < layout.v_dim ? row[d] : 0.0f;
+        values[d] = value > limit ? limit : value < -limit ? -limit : value;
+    }
+    rotate(values, layout.v_stride);
+    auto* codes = reinterpret_cast<std::uint8_t*>(page + layout.v_at(slot));
+    for (int block = 0; block < layout.v_blocks; ++block) {
+        const float* of_block = values + block * kQuantBlock;
+        scales[block] = float_to_half(scale_of_levels(of_block));
+        round_to_levels(of_block, half_to_float(scales[block]),
+                        codes + block * (kQuantBlock / 2) * 4, 4);
+    }
+    store_scales(layout.v_blocks, scales, slot, page + layout.v_scale_offset);
+}
+
 void store_k(const PageLayout& layout, std::byte* page, int slot, const float* row) {
     float stored[kMaxHeadDim];
     if (layout.key_centre != nullptr) {
@@ -97,7 +195,8 @@ void store_k(const PageLayout& layout, std::byte* page, int slot, const float* r
     }
     switch (layout.type) {
         case KvType::f16: return store_half_k(layout, page, slot, row);
-        case KvType::q8_0: return store_int8_k(layout, page, slot, row);
+        case KvType::q8_0:
+        case KvType::q8_0_iq4_nl: return store_int8_k(layout, page, slot, row);
     }
 }
 
@@ -105,6 +204,7 @@ void store_v(const PageLayout& layout, std::byte* page, int slot, const float* r
     switch (layout.type) {
         case KvType::f16: return store_half_v(layout, page, slot, row);
         case KvType::q8_0: return store_int8_v(layout, page, slot, row);
+        case KvType::q8_0_iq4_nl: return store_int4_v(layout, page, slot, row);
     }
 }
 

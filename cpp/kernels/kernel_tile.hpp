@@ -40,15 +40,44 @@ inline void with_type(KvType type, Run run) {
     switch (type) {
         case KvType::f16: return run(KnownType<KvType::f16>{});
         case KvType::q8_0: return run(KnownType<KvType::q8_0>{});
+        case KvType::q8_0_iq4_nl: return run(KnownType<KvType::q8_0_iq4_nl>{});
     }
 }
+
+// Tell how K and V of a type lie in pages.
+template <KvType Type>
+constexpr bool kInt8Keys = Type == KvType::q8_0 || Type == KvType::q8_0_iq4_nl;
+template <KvType Type>
+constexpr bool kInt4Values = Type == KvType::q8_0_iq4_nl;
+template <KvType Type>
+constexpr int kValueBits = kInt4Values<Type> ? 4 : 8;
 
 // Goes into the last branch of code that distinguishes types, so that a type without a branch does
 // not compile.
 template <KvType Type>
 constexpr bool kIsUnknown = false;
 
+constexpr float kLargestShort = 32767.0f;
 constexpr int kMaxBlocks = kMaxHeadDim / kQuantBlock;
+
+// Returns the bytes of 4 entries from value d of their rows on, in q8_0 or iq4_nl; `values`: the
+// first byte of the first value. The vector must not leave the half of a block.
+template <KvType Type>
+inline IntVec load_value_bytes(const std::byte* values, int d) {
+    if constexpr (kInt4Values<Type>) {
+        constexpr int half = kQuantBlock / 2;
+        const IntVec codes = load_ints(values + (d / kQuantBlock * half + d % half) * 4);
+        return looked_up(nibbles(codes, d % kQuantBlock / half), kValueLevels);
+    } else {
+        return load_ints(values + d * 4);
+    }
+}
+
+// Returns the bytes that four entries take in V.
+template <KvType Type>
+inline int four_rows(const PageLayout& layout) {
+    return layout.v_stride * kValueBits<Type> / 2;
+}
 
 template <typename T>
 constexpr T smaller(T a, T b) {

@@ -17,7 +17,8 @@ namespace {
 void decode(const DecodeTask& task) {
     switch (task.entries.layout->type) {
         case KvType::f16: return decode_f16(task);
-        case KvType::q8_0: return decode_q8_0(task);
+        case KvType::q8_0: return decode_bytes<KvType::q8_0>(task);
+        case KvType::q8_0_iq4_nl: return decode_bytes<KvType::q8_0_iq4_nl>(task);
     }
 }
 
@@ -40,9 +41,9 @@ constexpr const char kName[] = "neon";
 constexpr const char kName[] = "portable";
 #endif
 
-const KernelTable ENTROPYKV_KERNELS{kName,       store_k,     store_v,         move_keys,
-                                    decode,      prompt,      prompt_observe,  logits_observe,
-                                    value_norms, products,    sketch_products, log_sum,
-                                    features,    predict_key, predict_value,   add_products};
+const KernelTable ENTROPYKV_KERNELS{
+    kName,   store_k,        store_v,        rotate,        move_keys,   decode,
+    prompt,  prompt_observe, logits_observe, value_norms,   products,    sketch_products,
+    log_sum, features,       predict_key,    predict_value, add_products};
 
 }  // namespace entropykv

@@ -84,6 +84,8 @@ struct KernelTable {
     // Quantises a row of floats into a slot of a page.
     void (*store_k)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
+    // Rotates a row of V back, or what attention made of rotated rows: see value_rotation.hpp.
+    void (*rotate)(float* row, int stride);
     // Copies the values of K (not their scales) of some entries from one group of a page to
     // another.
     void (*move_keys)(const PageLayout&, const std::byte* from, int from_group, std::byte* to,

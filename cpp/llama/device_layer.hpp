@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "page/page_codec.hpp"
@@ -26,8 +27,14 @@ constexpr std::size_t kRowAlignment = 128;
 // Marks a row without an entry: this position lies behind every query, so none sees it.
 constexpr float kFreeRow = 1e9f;
 
+// Throws std::invalid_argument if K and V have different types.
 inline ggml_type ggml_type_of(KvType type) {
-    return type == KvType::q8_0 ? GGML_TYPE_Q8_0 : GGML_TYPE_F16;
+    switch (type) {
+        case KvType::f16: return GGML_TYPE_F16;
+        case KvType::q8_0: return GGML_TYPE_Q8_0;
+        case KvType::q8_0_iq4_nl: break;
+    }
+    throw std::invalid_argument("K and V of rows on a device are of one type, f16 or q8_0");
 }
 
 // Returns how many rows a KV head with this budget needs: for its entries, and for the tokens of a

@@ -1,7 +1,9 @@
 #include "page/page_codec.hpp"
 
+#include <algorithm>
 #include <stdexcept>
 
+#include "page/value_rotation.hpp"
 #include "platform/half.hpp"
 
 namespace entropykv {
@@ -39,11 +41,31 @@ void load_int8_v(const PageLayout& layout, const std::byte* page, int slot, floa
     }
 }
 
+void load_int4_v(const PageLayout& layout, const std::byte* page, int slot, float* out) {
+    const auto* v = reinterpret_cast<const std::uint8_t*>(page + layout.v_at(slot));
+    const auto* scales = reinterpret_cast<const std::uint16_t*>(page + layout.v_scale_offset);
+    for (int block = 0; block < layout.v_blocks; ++block, v += kQuantBlock / 2 * 4) {
+        const float scale =
+            half_to_float(scales[PageLayout::scale_index(layout.v_blocks, slot, block)]);
+        float values[kQuantBlock];
+        for (int d = 0; d < kQuantBlock; ++d) {
+            const int codes = v[d % (kQuantBlock / 2) * 4];
+            const int code = d < kQuantBlock / 2 ? codes & 15 : codes >> 4;
+            values[d] = static_cast<float>(kValueLevels[code]) * scale;
+        }
+        rotate_block(values);
+        const int first = block * kQuantBlock;
+        std::copy_n(values, std::min(kQuantBlock, layout.v_dim - first), out + first);
+    }
+}
+
 }  // namespace
 
 constexpr std::array<PageCodec, kNumberOfKvTypes> kPageCodecs{{
-    {KvType::f16, "f16", 1, 2, 1, 2, 1, false, load_half_k, load_half_v},
-    {KvType::q8_0, "q8_0", 4, 4, 1, 1, 4, true, load_int8_k, load_int8_v},
+    {KvType::f16, "f16", 1, 2, 1, 2, 1, 16, false, false, load_half_k, load_half_v},
+    {KvType::q8_0, "q8_0", 4, 4, 1, 1, 4, 16, true, false, load_int8_k, load_int8_v},
+    {KvType::q8_0_iq4_nl, "q8_0/iq4_nl", 4, 4, 2, 1, 4, kQuantBlock, true, true, load_int8_k,
+     load_int4_v},
 }};
 
 constexpr bool all_have_a_codec() {

@@ -12,22 +12,24 @@
 
 namespace entropykv {
 
-// Rows consist of units that always move as a whole: neighbouring values that share an integer. If
+// Rows consist of units that always move as a whole: values that share an integer. If
 // values have scales, kQuantBlock of them share one.
 struct PageCodec {
     KvType type;
-    const char* name;  // as llama.cpp calls the type
+    const char* name;  // as llama.cpp calls the type, or those of K and of V
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved
+    int v_padding;   // rows of V are padded to a multiple of it
     bool scaled;
+    bool rotated;  // blocks of V are rotated
     // Load the first n values of the K row of an entry, and its whole V row (not for latent
     // layouts).
     void (*load_k)(const PageLayout&, const std::byte* page, int slot, int n, float* out);
     void (*load_v)(const PageLayout&, const std::byte* page, int slot, float* out);
 };
 
-constexpr std::size_t kNumberOfKvTypes = static_cast<std::size_t>(KvType::q8_0) + 1;
+constexpr std::size_t kNumberOfKvTypes = static_cast<std::size_t>(KvType::q8_0_iq4_nl) + 1;
 // The table has its rows in the order of KvType.
 extern const std::array<PageCodec, kNumberOfKvTypes> kPageCodecs;
 

@@ -13,7 +13,7 @@ std::size_t aligned(std::size_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-int padded(int dim) { return (dim + 15) / 16 * 16; }
+int padded(int dim, int to) { return (dim + to - 1) / to * to; }
 
 int whole_groups(int entries) {
     return (entries + kGroupEntries - 1) / kGroupEntries * kGroupEntries;
@@ -82,9 +82,10 @@ PageLayout make_page_layout(KvType type, int k_dim, int v_dim, int entries, bool
     layout.entries = entries;
     layout.k_dim = k_dim;
     layout.v_dim = v_dim;
-    layout.k_stride = padded(k_dim);
-    layout.v_stride = padded(v_dim);
     const PageCodec& codec = codec_of(type);
+    layout.k_stride = padded(k_dim, kGroupEntries);
+    layout.v_stride = padded(v_dim, latent ? kGroupEntries : codec.v_padding);
+    layout.rotated = codec.rotated && !latent;
     const auto blocks = [&](int stride) {
         return codec.scaled ? (stride + kQuantBlock - 1) / kQuantBlock : 0;
     };

@@ -9,26 +9,37 @@
 
 namespace entropykv {
 
-enum class KvType { f16, q8_0 };  // described in page_codec.hpp
+// Described in page_codec.hpp. The values of q8_0_iq4_nl have 4 bits, its keys are those of q8_0.
+enum class KvType { f16, q8_0, q8_0_iq4_nl };
 
 constexpr int kMaxHeadDim = 1024;
-constexpr int kQuantBlock = 32;  // values that share a scale in q8_0
+constexpr int kQuantBlock = 32;  // values that share a scale in q8_0 and iq4_nl
 
 // Entries are interleaved in groups of this size, so that one AVX-512 vector holds one value of
 // each.
 constexpr int kGroupEntries = 16;
 
+// The levels of a value in iq4_nl, as ggml has them: denser where there are more values.
+constexpr int kLevels = 16;
+constexpr std::int8_t kValueLevels[kLevels] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+
 // Returns where value i of four goes in the four bytes of a q8_0 unit: the even bytes hold the
 // first two values, the odd bytes the last two, so that either half widens to pairs of neighbours.
 constexpr int quad_place(int i) { return i % 2 * 2 + i % 4 / 2; }
 
-// Holds the offsets in bytes from the start of a page. Rows are padded with zeros to 16 values, and
-// every array to whole groups, so that kernels need not handle a remainder.
+// Holds the offsets in bytes from the start of a page. Rows are padded with zeros to 16 values,
+// those of iq4_nl to whole blocks, and every array to whole groups, so that kernels need not handle
+// a remainder.
 //
 //            f16                             q8_0
 // K          [group][k_stride][16 entries]   [group][k_stride / 4][16 entries][4 values]
 // V          [entry][v_stride]               [entry / 4][v_stride][4 entries]
 // scales                                     [group][block][16 entries], f16
+//
+// V in iq4_nl is [entry / 4][block][16 bytes][4 entries]. Byte i of a block holds its values i (the
+// low 4 bits) and i + 16, each as a place in kValueLevels. A block is rotated before it is rounded:
+// see value_rotation.hpp.
 //
 // If V is the first values of K (multi-head latent attention), V is not stored: it is read from K.
 //
@@ -54,6 +65,7 @@ struct PageLayout {
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
     bool latent;     // V is the first v_dim values of K
+    bool rotated;    // V is stored rotated, and so is what attention makes of it
     bool elsewhere;  // K and V are not in the page; no kernel may read them
     // Says how the keys of a KV head are stored; null: as they are. Only store_k() and load_k()
     // know it, all other functions and kernels work on what is stored.

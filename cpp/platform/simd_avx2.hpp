@@ -100,6 +100,14 @@ inline IntVec nibble_of(IntVec a, int place) {
     return {_mm256_and_si256(_mm256_srl_epi32(a.v, _mm_cvtsi32_si128(4 * place)),
                              _mm256_set1_epi32(15))};
 }
+inline IntVec nibbles(IntVec a, int place) {
+    return {_mm256_and_si256(_mm256_srl_epi16(a.v, _mm_cvtsi32_si128(4 * place)),
+                             _mm256_set1_epi8(15))};
+}
+inline IntVec looked_up(IntVec a, const std::int8_t* table) {
+    const __m128i of_table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(of_table), a.v)};
+}
 inline IntVec flip_high_bits(IntVec a) {
     return {_mm256_xor_si256(a.v, _mm256_set1_epi8(static_cast<char>(0x80)))};
 }

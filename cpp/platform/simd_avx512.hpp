@@ -109,6 +109,14 @@ inline IntVec nibble_of(IntVec a, int place) {
     return {_mm512_and_si512(_mm512_srl_epi32(a.v, _mm_cvtsi32_si128(4 * place)),
                              _mm512_set1_epi32(15))};
 }
+inline IntVec nibbles(IntVec a, int place) {
+    return {_mm512_and_si512(_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(4 * place)),
+                             _mm512_set1_epi8(15))};
+}
+inline IntVec looked_up(IntVec a, const std::int8_t* table) {
+    const __m128i of_table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return {_mm512_shuffle_epi8(_mm512_broadcast_i32x4(of_table), a.v)};
+}
 inline IntVec flip_high_bits(IntVec a) {
     return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }

@@ -83,6 +83,14 @@ inline IntVec byte_of(IntVec a, int place) {
 inline IntVec nibble_of(IntVec a, int place) {
     return {vandq_s32(vshlq_s32(a.v, vdupq_n_s32(-4 * place)), vdupq_n_s32(15))};
 }
+inline IntVec nibbles(IntVec a, int place) {
+    const auto shift = static_cast<std::int8_t>(-4 * place);
+    const uint8x16_t shifted = vshlq_u8(vreinterpretq_u8_s32(a.v), vdupq_n_s8(shift));
+    return {vreinterpretq_s32_u8(vandq_u8(shifted, vdupq_n_u8(15)))};
+}
+inline IntVec looked_up(IntVec a, const std::int8_t* table) {
+    return {vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(a.v)))};
+}
 inline IntVec flip_high_bits(IntVec a) {
     return {veorq_s32(a.v, vreinterpretq_s32_u8(vdupq_n_u8(0x80)))};
 }

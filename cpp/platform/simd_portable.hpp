@@ -115,6 +115,15 @@ inline IntVec dot_pairs(IntVec sums, IntVec a, IntVec b) {
 }
 inline IntVec byte_of(IntVec a, int place) { return {a.v << (24 - 8 * place) >> 24}; }
 inline IntVec nibble_of(IntVec a, int place) { return {a.v >> 4 * place & 15}; }
+inline IntVec nibbles(IntVec a, int place) { return {a.v >> 4 * place & 0x0f0f0f0f}; }
+inline IntVec looked_up(IntVec a, const std::int8_t* table) {
+    std::uint8_t codes[16];
+    std::int8_t found[16];
+    std::memcpy(codes, &a.v, sizeof codes);
+    for (int i = 0; i < 16; ++i) found[i] = table[codes[i]];
+    std::memcpy(&a.v, found, sizeof found);
+    return a;
+}
 inline IntVec flip_high_bits(IntVec a) { return {a.v ^ static_cast<std::int32_t>(0x80808080u)}; }
 
 }  // namespace

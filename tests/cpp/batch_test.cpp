@@ -284,7 +284,7 @@ void test_what_is_impossible_is_refused() {
 int main() {
     test_what_is_impossible_is_refused();
     for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::predicted})
-        for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
             for (unsigned seed = 0; seed < 8; ++seed) test_random_company(type, score, seed);
     return summary();
 }

@@ -47,7 +47,7 @@ public:
             load_k(layout, page, slot, keys.back().data());
             load_v(layout, page, slot, values.back().data());
             check_stored(k, keys.back());
-            if (!shape.latent) check_stored(v, values.back());
+            if (!shape.latent) check_values(v, values.back());
         }
         for (const AlignedBytes& page : memory_) pages.push_back(page.data());
     }
@@ -75,6 +75,17 @@ private:
         for (std::size_t d = 0; d < row.size(); ++d)
             close = close && std::abs(row[d] - stored[d]) <= largest / 127 * 0.51f;
         CHECK(close);
+    }
+
+    // Values of 4 bits are off by some 8 % of their root mean square.
+    void check_values(const std::vector<float>& row, const std::vector<float>& stored) const {
+        if (!layout.rotated) return check_stored(row, stored);
+        double error = 0.0, size = 0.0;
+        for (std::size_t d = 0; d < row.size(); ++d) {
+            error += std::pow(double{row[d]} - stored[d], 2.0);
+            size += std::pow(double{row[d]}, 2.0);
+        }
+        CHECK(error < 0.15 * 0.15 * size);
     }
 
     std::vector<AlignedBytes> memory_;

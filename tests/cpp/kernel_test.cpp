@@ -30,14 +30,18 @@ std::vector<Row> make_rows(const Entries& entries, int n, bool masked, bool bias
 constexpr float kNatsPerBit = 0.69314718f;
 
 // `output`: value d of the row lies at d * stride.
-void check_row(const Row& row, const Entries& entries, float max, float sum, float weighted,
-               const float* output, int stride) {
+void check_row(const KernelTable& kernels, const Row& row, const Entries& entries, float max,
+               float sum, float weighted, const float* output, int stride) {
+    const PageLayout& layout = entries.layout;
     const double log_sum = row.max + std::log(row.sum);
     CHECK(near(max + std::log(sum), log_sum, std::max(1.0, std::abs(log_sum))));
     CHECK(near(std::log(sum) - weighted / sum, row.entropy(), 5.0));
+    std::vector<float> values(index(layout.v_stride));
+    for (int d = 0; d < layout.v_stride; ++d) values[index(d)] = output[d * stride] / sum;
+    if (layout.rotated) kernels.rotate(values.data(), layout.v_stride);
     bool close = true;
-    for (int d = 0; d < entries.layout.v_dim; ++d)
-        close = close && near(output[d * stride] / sum, row.value(entries, d), 3.0);
+    for (int d = 0; d < layout.v_dim; ++d)
+        close = close && near(values[index(d)], row.value(entries, d), 3.0);
     CHECK(close);
 }
 
@@ -71,7 +75,7 @@ void test_decode(const KernelTable& kernels, const Entries& entries, int n_rows,
     bool close = true;
     for (int r = 0; r < n_rows; ++r) {
         const Row& row = rows[index(r)];
-        check_row(row, entries, max[index(r)], sum[index(r)], weighted[index(r)],
+        check_row(kernels, row, entries, max[index(r)], sum[index(r)], weighted[index(r)],
                   output.data() + r * layout.v_stride, 1);
         for (int i = 0; i < entries.n; ++i)
             close = close && near(logits[index(r * entries.n + i)], row.logits[index(i)],
@@ -170,7 +174,7 @@ void test_prompt(const KernelTable& kernels, const Entries& entries, int n_rows,
     task.entries = entries.range(entries.n / 2, entries.n);
     kernels.prompt(task);
     for (int r = 0; r < n_rows; ++r)
-        check_row(rows[index(r)], entries, max[index(r)] * kNatsPerBit, sum[index(r)],
+        check_row(kernels, rows[index(r)], entries, max[index(r)] * kNatsPerBit, sum[index(r)],
                   weighted[index(r)], output.data() + r, kRowTile);
     task.entries = entries.range(0, entries.n);
     test_observe(kernels, task, entries, rows);
@@ -396,7 +400,9 @@ void test_table(const KernelTable& kernels) {
     for (const Shape& shape :
          {Shape{KvType::f16, 64, 64, false}, Shape{KvType::q8_0, 64, 64, false},
           Shape{KvType::f16, 40, 24, false}, Shape{KvType::q8_0, 24, 104, false},
-          Shape{KvType::f16, 80, 64, true}, Shape{KvType::q8_0, 80, 64, true}}) {
+          Shape{KvType::f16, 80, 64, true}, Shape{KvType::q8_0, 80, 64, true},
+          Shape{KvType::q8_0_iq4_nl, 64, 64, false}, Shape{KvType::q8_0_iq4_nl, 24, 104, false},
+          Shape{KvType::q8_0_iq4_nl, 80, 64, true}}) {
         Entries entries(kernels, shape, 333, random);
         for (const int n_rows : {1, 2, 3, 7, 16})
             if (!shape.latent)
@@ -409,7 +415,7 @@ void test_table(const KernelTable& kernels) {
         test_pages(kernels, entries, random);
         test_moves(kernels, entries);
     }
-    for (const KvType type : {KvType::f16, KvType::q8_0})
+    for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
         for (const int dim : {24, 64, 80}) test_centre(kernels, type, dim, random);
     test_prediction(kernels, random);
 }

@@ -394,7 +394,7 @@ void test_bad_queries_leave_no_trace() {
 
 int main() {
     for (const FreezeSettings& freezing : large_freezings())
-        for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
             test_thousands_come_back(freezing, type, 3000);
     test_thousands_come_back({}, KvType::f16, 11'000);
     test_scratch_follows_budgets();

@@ -361,7 +361,7 @@ int main() {
     test_what_is_impossible_is_refused();
     Totals totals;
     for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::attention})
-        for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
             for (unsigned seed = 0; seed < 6; ++seed)
                 test_random_sharing(type, score, seed, 2800, totals);
     CHECK(totals.steps >= 100000);

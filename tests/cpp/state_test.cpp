@@ -220,7 +220,7 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
 
 int main() {
     unsigned seed = 0;
-    for (const KvType type : {KvType::f16, KvType::q8_0}) {
+    for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl}) {
         for (const ScoreKind score : kScores) {
             for (const auto& freezing : freezings())
                 test_goes_on_as_saved(type, score, freezing, ++seed);

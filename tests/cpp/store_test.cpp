@@ -194,7 +194,7 @@ void test_threads() {
     shared.readers = 3;
     const ScoreKind mass = ScoreKind::mass;
     for (const KernelTable* kernels : available_kernels()) {
-        for (const KvType type : {KvType::f16, KvType::q8_0}) {
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl}) {
             const std::vector<Case> cases{
                 {"decode", gqa, type, mass, 40, decode},
                 {"decode, wide group", wide, type, mass, 40, decode},
@@ -522,7 +522,7 @@ int main() {
     test_pool_compacts();
     test_pool_compacts_many_pages();
     for (const KernelTable* kernels : available_kernels())
-        for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
             for (const int dim : {16, 20, 33, 64, 128}) {
                 test_layout_round_trip(type, *kernels, dim, 144 - dim);
                 test_layout_round_trip(type, *kernels, dim, dim - 7, true);
@@ -534,7 +534,7 @@ int main() {
     test_threads();
     test_prediction_follows_the_positions_of_rope();
     for (const ScoreKind score : kScores)
-        for (const KvType type : {KvType::f16, KvType::q8_0})
+        for (const KvType type : {KvType::f16, KvType::q8_0, KvType::q8_0_iq4_nl})
             for (unsigned seed = 0; seed < 8; ++seed) test_random_operations(type, score, seed);
     return summary();
 }

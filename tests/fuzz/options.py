@@ -27,7 +27,7 @@ def random_options(chance: random.Random, model: FuzzModel, folder: Path) -> dic
         "n_ctx": n_ctx,
         "kv_budget": random_budget(chance, n_ctx),
         "policy": _policy(chance, freeze is not None),
-        "kv_type": chance.choice(("auto", "f16", "f16", "q8_0")),
+        "kv_type": chance.choice(("auto", "f16", "f16", "q8_0", "q8_0/iq4_nl")),
         "store": "headwise" if freeze else chance.choice(("headwise", "headwise", "auto", "flat")),
         "entropy_config": _profile(chance, model),
         "n_ubatch": chance.choice(_MICRO_BATCHES),
@@ -63,7 +63,7 @@ def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:
         "policy": chance.choice(
             ("uniform", "uniform:attention", "streaming", "auto", "rolling-freeze")
         ),
-        "kv_type": chance.choice(("f16", "q8_0")),
+        "kv_type": chance.choice(("f16", "q8_0", "q8_0/iq4_nl")),
         "n_ubatch": chance.choice((128, 512)),
         "n_threads": chance.choice((1, 2, 3)),
         "recent_window": chance.choice((None, 8, 64, 512)),

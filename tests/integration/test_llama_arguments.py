@@ -153,8 +153,17 @@ def test_a_fallback_is_told(
 
 
 def test_agreeing_types_are_accepted(tiny_llama: Path) -> None:
-    for name, number in (("q8_0", llama_cpp.GGML_TYPE_Q8_0), ("f16", llama_cpp.GGML_TYPE_F16)):
-        llm = EntropyLlama(str(tiny_llama), n_ctx=64, type_k=number, type_v=number, **QUIET)
+    half, int8, int4 = (
+        llama_cpp.GGML_TYPE_F16,
+        llama_cpp.GGML_TYPE_Q8_0,
+        llama_cpp.GGML_TYPE_IQ4_NL,
+    )
+    for name, of_keys, of_values in (
+        ("q8_0", int8, int8),
+        ("f16", half, half),
+        ("q8_0/iq4_nl", int8, int4),
+    ):
+        llm = EntropyLlama(str(tiny_llama), n_ctx=64, type_k=of_keys, type_v=of_values, **QUIET)
         assert llm.kv_stats().kv_type == name
         llm.close()
 

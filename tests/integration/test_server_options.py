@@ -87,7 +87,7 @@ def test_a_second_value_is_refused_in_a_sentence(again: str) -> None:
         (["-v"], {"verbose": True}),
         (["--verbose", "--ui"], {"verbose": True, "web": True}),
         (["--no-ui"], {"web": False}),
-        (["-ctk", "q8_0", "-ctv", "q8_0"], {"kv_type": "q8_0"}),
+        (["-ctk", "q8_0", "-ctv", "iq4_nl"], {"type_k": 8, "type_v": 20}),
         (["--keep", "2"], {"sinks": 4}),
         (["--keep", "64"], {"sinks": 64}),
         (["-sm", "row", "-ts", "3,1", "-mg", "1"], {"split_mode": 2, "tensor_split": [3.0, 1.0]}),
@@ -136,8 +136,7 @@ def test_words_of_llama_server_mean_what_they_mean_there(
 @pytest.mark.parametrize(
     ("words", "way_out"),
     [
-        (["-ctk", "q8_0", "-ctv", "f16"], "one type"),
-        (["-ctk", "q4_0"], "f16 or q8_0"),
+        (["-ctk", "q4_0"], "as one of f16, q8_0, q8_0/iq4_nl"),
         (["--cache-ram", "-7"], "whole number"),
         (["--cache-ram", str(2**60)], "whole number"),
         (["--rope-scale", "0"], "above 0"),

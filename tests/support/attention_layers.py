@@ -14,14 +14,14 @@ from tests.support.reference import (
     Floats,
     Options,
     attend_layer,
-    stored,
     stored_keys,
+    stored_values,
     updated_importance,
 )
 
 Array = npt.NDArray[np.float32]
 KERNELS = _core.available_kernels()
-KV_TYPES = ("f16", "q8_0")
+KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
 MAX_TOKENS = 256
 MAX_ENTRIES = 1536
 
@@ -29,8 +29,8 @@ MAX_ENTRIES = 1536
 # The oracle reads the same rounded K and V. What remains is float32 arithmetic, and for q8_0 the
 # rounding of queries and weights to 16-bit integers (rounding V to q8_0 alone would give up to
 # 1e-2).
-OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3}
-ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 2e-3}
+OUTPUT_TOLERANCE = {"f16": 2e-5, "q8_0": 2e-3, "q8_0/iq4_nl": 2e-3}
+ENTROPY_TOLERANCE = {"f16": 1.5e-5, "q8_0": 2e-3, "q8_0/iq4_nl": 2e-3}
 IMPORTANCE_TOLERANCE = 1e-4
 
 
@@ -122,7 +122,8 @@ class Layer:
         if self.key_bias is not None:
             k += self.key_bias
         self.k = np.concatenate([self.k, stored_keys(k, self.kv_type, self.key_centres)])
-        stored_v = self.k[position:, :, : self.v_dim] if self.latent else stored(v, self.kv_type)
+        of_keys = self.k[position:, :, : self.v_dim]
+        stored_v = of_keys if self.latent else stored_values(v, self.kv_type)
         self.v = np.concatenate([self.v, stored_v])
         expected = [
             attend_layer(q, self.k, self.v, position, options, self.measure) for q in queries

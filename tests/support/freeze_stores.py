@@ -20,7 +20,7 @@ FLOOR = N_SINKS + RECENT
 SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Pages of these shapes hold 16 entries, and more.
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
 HEADS = [(layer, head) for layer, shape in enumerate(SHAPES) for head in range(shape[1])]
-KV_TYPES = ("f16", "q8_0")
+KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
 
 
 def freeze_settings(recall: int = 0, limit: int = 0, **more: Any) -> _core.FreezeSettings:

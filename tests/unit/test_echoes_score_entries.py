@@ -10,7 +10,14 @@ import pytest
 
 from entropykv import _core
 from entropykv.session.echo import LEAST_CHUNK, LEAST_TOKENS, OVERLAP, Echo
-from tests.support.reference import SCORING_INTERVAL, Floats, Options, attend_kv_head, stored
+from tests.support.reference import (
+    SCORING_INTERVAL,
+    Floats,
+    Options,
+    attend_kv_head,
+    stored,
+    stored_values,
+)
 
 KERNELS = _core.available_kernels()
 N_HEAD_KV, GROUP, DIM = 2, 3, 32
@@ -73,7 +80,7 @@ class Text:
             for reader, q in enumerate(queries)
         ]
         all_k = np.concatenate([self.k, stored(k, self.kv_type)])
-        all_v = np.concatenate([self.v, stored(v, self.kv_type)])
+        all_v = np.concatenate([self.v, stored_values(v, self.kv_type)])
         expected = []
         given = np.zeros((N_HEAD_KV, len(all_k)))
         for q in queries:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from entropykv import _core
-from tests.support.reference import Options, attend_layer, stored
+from tests.support.reference import Options, attend_layer, stored, stored_values
 
 SHAPE = _core.LayerShape(6, 2, 40, 24)
 
@@ -26,7 +26,7 @@ def store_of(kv_type: str, n_threads: int = 1) -> _core.HeadwiseStore:
     return store
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0", "q8_0/iq4_nl"])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
     rng = np.random.default_rng(1)
@@ -42,7 +42,7 @@ def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
             for heads, dim in ((6, 40), (2, 40), (2, 24))
         )
         all_k = np.concatenate([all_k, stored(k, kv_type)])
-        all_v = np.concatenate([all_v, stored(v, kv_type)])
+        all_v = np.concatenate([all_v, stored_values(v, kv_type)])
         expected = attend_layer(q, all_k, all_v, done, options)
         store.attend(0, q, k, v, scale=0.2, sinks=sinks, position=done)
         done += n

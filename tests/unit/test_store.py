@@ -125,7 +125,7 @@ def store_of_one_head(
 
 SCORES = ("streaming", "recency", "mass")
 MEASURES = ("mass", "attention", "products", "predicted")
-KV_TYPES = ("f16", "q8_0")
+KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
 ROPES = (Rope(0), Rope(16), Rope(12, offset=2, neox=True, freq_base=100.0))
 budget_lists = st.lists(st.integers(FLOOR, 160), min_size=len(HEADS), max_size=len(HEADS))
 operations = st.lists(

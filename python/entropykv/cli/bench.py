@@ -66,9 +66,9 @@ def add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
     parser.add_argument(
         "--kv-types",
         type=list_of(str),
-        default=list(KV_TYPES),
+        default=["f16", "q8_0"],
         metavar="T,...",
-        help=f"of {', '.join(KV_TYPES)} (default: all)",
+        help=f"of {', '.join(KV_TYPES)} (default: f16,q8_0)",
     )
     add_option(parser, CacheOptions, "policy")
     parser.add_argument(

@@ -44,7 +44,7 @@ from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
-from entropykv.settings.options import KV_TYPES
+from entropykv.settings.options import joint_kv_type
 
 _ROPE = {
     "--rope-freq-base": ("rope_freq_base", "base frequency of RoPE"),
@@ -289,24 +289,19 @@ def _gpu_layers(text: str) -> int:
 
 
 def kv_type_of(options: argparse.Namespace) -> str:
-    """Return --kv-type, or the type in llama-cli's -ctk and -ctv.
+    """Return --kv-type, or the type with K and V of llama-cli's -ctk and -ctv.
 
-    Raises SettingsError if they differ.
+    Raises SettingsError if they differ, or no store has such a type.
     """
-    kinds = {
-        options.cache_type_k or options.cache_type_v,
-        options.cache_type_v or options.cache_type_k,
-    }
-    if kinds == {None}:
+    of_keys, of_values = options.cache_type_k, options.cache_type_v
+    if of_keys is None and of_values is None:
         return str(options.kv_type)
-    kind = kinds.pop()
-    if kinds or kind not in KV_TYPES:
-        raise SettingsError(
-            "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
-        )
+    kind = joint_kv_type(of_keys, of_values)
     if options.kv_type not in ("auto", kind):
-        raise SettingsError(f"-ctk {kind} and --kv-type {options.kv_type} disagree; give one")
-    return str(kind)
+        raise SettingsError(
+            f"-ctk and -ctv, {kind}, and --kv-type {options.kv_type} disagree; give one"
+        )
+    return kind
 
 
 def _check_flash(options: argparse.Namespace) -> None:

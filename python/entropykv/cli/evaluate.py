@@ -100,9 +100,9 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-type",
         type=list_of(str),
-        default=list(KV_TYPES),
+        default=["f16", "q8_0"],
         metavar="T,...",
-        help=f"of {', '.join(KV_TYPES)} (default: all)",
+        help=f"of {', '.join(KV_TYPES)} (default: f16,q8_0)",
     )
     add_option(group, CacheOptions, "entropy_config")
     add_protection_options(group)

@@ -192,20 +192,6 @@ class _Translated(_Once):
         return self._read(values)
 
 
-class _KvType(argparse.Action):
-    """Read -ctk and -ctv, which may both be given, as --kv-type."""
-
-    def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
-        """Store the type; raises SettingsError for an unsupported one, and for two
-        different ones.
-        """
-        if values not in KV_TYPES or getattr(namespace, "kv_type", None) not in (None, values):
-            raise SettingsError(
-                "-ctk and -ctv: K and V are of one type, f16 or q8_0; give --kv-type f16 or q8_0"
-            )
-        namespace.kv_type = values
-
-
 class _LoadMode(argparse.Action):
     """Read -lm as settings of memory mapping and locking."""
 
@@ -235,6 +221,17 @@ def _swap_limit(text: str) -> str:
     return f"{MOST_BYTES}B" if mib < 0 else f"{max(mib << 20, 1)}B"
 
 
+def _ggml_type(text: str) -> int:
+    from entropykv.llamacpp.context import GGML_TYPES  # noqa: PLC0415 - llama.cpp loads slowly
+
+    if text not in GGML_TYPES:
+        raise SettingsError(
+            f"K or V in {text}: no store has this type; give --kv-type, as one of "
+            f"{', '.join(KV_TYPES)}"
+        )
+    return GGML_TYPES[text]
+
+
 def _rope_scale(text: str) -> float:
     try:
         scale = float(text)
@@ -260,12 +257,6 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-lm", "--load-mode", choices=LOAD_MODES, action=_LoadMode, help="both of use_mmap, mlock"
     )
-    group.add_argument(
-        *("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"),
-        action=_KvType,
-        metavar="TYPE",
-        help="--kv-type by llama-server's names for K and V",
-    )
     translated: tuple[tuple[tuple[str, ...], str, Callable[[str], Any], str], ...] = (
         (
             ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"),
@@ -274,6 +265,8 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
             f"0: --checkpoints 0, other numbers: --checkpoints {CHECKPOINTS}",
         ),
         (("-cram", "--cache-ram"), "swap_limit", _swap_limit, "--swap-limit in MiB (-1: none)"),
+        (("-ctk", "--cache-type-k"), "type_k", _ggml_type, "the type of K: a part of --kv-type"),
+        (("-ctv", "--cache-type-v"), "type_v", _ggml_type, "the type of V: a part of --kv-type"),
         (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
         (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
     )

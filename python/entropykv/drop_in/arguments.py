@@ -12,7 +12,7 @@ from llama_cpp.llama_grammar import LlamaGrammar
 
 from entropykv.constraint.constraint import Constraint
 from entropykv.errors import SettingsError
-from entropykv.llamacpp.context import GGML_TYPES
+from entropykv.llamacpp.context import GGML_PAIRS, kv_type_of_numbers
 from entropykv.session.recovery import Climb
 from entropykv.settings.cache_options import CacheArguments, CacheOptions
 from entropykv.settings.cores import usable_cores
@@ -109,16 +109,16 @@ def split_arguments(
 
 def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptions:
     """Return `cache` with a kv_type derived from Llama's type_k and type_v, if it is `auto`."""
-    wanted = {arguments["type_k"], arguments["type_v"]} - {None}
-    names = [name for name, number in GGML_TYPES.items() if {number} == wanted]
-    if cache.kv_type == "auto" and names:
-        cache = replace(cache, kv_type=names[0])
-    for name in ("type_k", "type_v"):
+    named = kv_type_of_numbers(arguments["type_k"], arguments["type_v"])
+    if cache.kv_type == "auto" and named is not None:
+        cache = replace(cache, kv_type=named)
+    stored = GGML_PAIRS.get(cache.kv_type, (None, None))
+    for name, of_stored in zip(("type_k", "type_v"), stored, strict=True):
         number = arguments[name]
-        if number is not None and number != GGML_TYPES.get(cache.kv_type):
+        if number is not None and number != of_stored:
             raise SettingsError(
                 f"{name} is {number} but kv_type is {cache.kv_type!r}; leave {name} out, and give "
-                f"kv_type as one of {', '.join(GGML_TYPES)}"
+                f"kv_type as one of {', '.join(GGML_PAIRS)}"
             )
     return cache
 

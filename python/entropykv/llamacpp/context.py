@@ -13,11 +13,32 @@ from entropykv import _core
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import KV_PARTS
 
 CELL_PADDING = 256
 """llama.cpp rounds the number of its cells up to a multiple of this."""
-GGML_TYPES = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}
-"""llama.cpp's numbers of the types in KV_TYPES."""
+GGML_TYPES = {
+    "f16": llama_cpp.GGML_TYPE_F16,
+    "q8_0": llama_cpp.GGML_TYPE_Q8_0,
+    "iq4_nl": llama_cpp.GGML_TYPE_IQ4_NL,
+}
+"""llama.cpp's numbers of the types of K or of V."""
+GGML_PAIRS = {
+    kv_type: (GGML_TYPES[of_keys], GGML_TYPES[of_values])
+    for kv_type, (of_keys, of_values) in KV_PARTS.items()
+}
+"""llama.cpp's numbers of the types of K and of V, by the types in KV_TYPES."""
+
+
+def kv_type_of_numbers(of_keys: int | None, of_values: int | None) -> str | None:
+    """Return the type of KV_TYPES with llama.cpp's numbers for K and V; None as a number: as the
+    other one. None: there is none.
+    """
+    pair = (
+        of_values if of_keys is None else of_keys,
+        of_keys if of_values is None else of_values,
+    )
+    return next((kv_type for kv_type, known in GGML_PAIRS.items() if known == pair), None)
 
 
 def context_parameters(

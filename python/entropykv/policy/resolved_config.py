@@ -45,7 +45,7 @@ from entropykv.settings.freezing import (
     Freezing,
     check_freezing,
 )
-from entropykv.settings.options import Budget
+from entropykv.settings.options import KV_PARTS, Budget
 from entropykv.settings.recovery import RUNGS, Recovery
 
 
@@ -262,7 +262,7 @@ class ResolvedConfig:
         """
         return (
             self.store == "headwise"
-            and self.kv_type == "q8_0"
+            and KV_PARTS[self.kv_type][0] == "q8_0"
             and self.geometry.key_biases
             and self.policy.importance.measure != "products"
         )
@@ -608,6 +608,12 @@ def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str)
     It is f16 if `auto` chose a type whose blocks heads do not fill. Raises SettingsError if the
     user asked for such a type.
     """
+    of_keys, of_values = KV_PARTS[chosen]
+    if of_keys != of_values:
+        raise SettingsError(
+            f"{geometry.name}: the {store} store holds K and V in one type, not in {chosen}; use "
+            f"--kv-type {of_keys} (kv_type={of_keys!r}), or --store headwise"
+        )
     sizes = (geometry.head_dim_k, geometry.head_dim_v, *geometry.window_head_dims)
     odd = [size for size in sizes if size % Q8_0_BLOCK]
     if chosen == "f16" or not odd:

@@ -17,6 +17,7 @@ from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.find import check_model
 from entropykv.session.stats import mib
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.options import KV_PARTS
 from entropykv.system import available_memory
 
 _Q8_0_BITS = 8.5  # 32 values of 8 bits, and their f16 scale.
@@ -273,7 +274,7 @@ def _line_of_keys(config: ResolvedConfig) -> list[str]:
     """Return the line that says how q8_0 holds keys with biases; empty for other keys."""
     if config.centres_keys:
         return [f"  keys {'':<26}without their biases, which would make q8_0 coarse"]
-    if config.kv_type == "q8_0" and config.geometry.key_biases:
+    if KV_PARTS[config.kv_type][0] == "q8_0" and config.geometry.key_biases:
         return [f"  keys {'':<26}with their biases, which make q8_0 coarse; f16 does not care"]
     return []
 

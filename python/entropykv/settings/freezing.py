@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
 from entropykv.settings.declared import check_declared, option
-from entropykv.settings.options import MOST_BYTES, parse_bytes
+from entropykv.settings.options import KV_PARTS, MOST_BYTES, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"
@@ -159,7 +159,11 @@ class Freezing:
         """
         if self.kv_type == "auto":
             return kv_type
-        if kv_type in COLD_TYPES and COLD_TYPES.index(self.kv_type) < COLD_TYPES.index(kv_type):
+        if kv_type == "auto":
+            return self.kv_type
+        of_keys, of_values = KV_PARTS.get(kv_type, (kv_type, kv_type))
+        wider = COLD_TYPES.index(of_keys) - COLD_TYPES.index(self.kv_type)
+        if wider > 0 or (wider == 0 and of_values != of_keys):
             raise SettingsError(
                 f"frozen entries cannot be {self.kv_type}, wider than the store's {kv_type}; use "
                 f"--freeze-type auto, or --kv-type {self.kv_type}"

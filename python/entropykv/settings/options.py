@@ -11,8 +11,10 @@ from typing import Literal
 
 from entropykv.errors import BudgetError, SettingsError
 
-KV_TYPES = ("f16", "q8_0")
-"""The types that the extension stores. They are repeated here so that --help need not load it."""
+KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
+"""The types that the extension stores: of K and V, or of K / of V. --help needs not wait for it."""
+KV_PARTS = {kv_type: (kv_type.split("/")[0], kv_type.split("/")[-1]) for kv_type in KV_TYPES}
+"""The types of K and of V, by the type of both."""
 KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "device", "flat")
 
@@ -39,6 +41,21 @@ _HOW = (
     "give a fraction in (0, 1] such as 0.2 or 20%, a number of tokens (2 or more), or bytes such "
     "as 64MiB"
 )
+
+
+def joint_kv_type(of_keys: str | None, of_values: str | None) -> str:
+    """Return the type of KV_TYPES with K and V of these types; None: as the other one.
+
+    Raises SettingsError if there is none.
+    """
+    of_keys, of_values = of_keys or of_values, of_values or of_keys
+    joint = str(of_keys) if of_keys == of_values else f"{of_keys}/{of_values}"
+    if joint not in KV_TYPES:
+        raise SettingsError(
+            f"K in {of_keys} and V in {of_values}: no store has these types; give --kv-type, as "
+            f"one of {', '.join(KV_TYPES)}"
+        )
+    return joint
 
 
 def parse_bytes(text: str) -> int | None:

@@ -17,7 +17,7 @@ from entropykv.errors import (
     UnsupportedModelError,
 )
 from entropykv.llamacpp.context import (
-    GGML_TYPES,
+    GGML_PAIRS,
     context_parameters,
     let_hook_change,
     refuse_diffusion,
@@ -70,7 +70,7 @@ class FlatContext(StoreContext):
         """Make a llama_context with `cells` cells, for replace()."""
         config = self._config
         parameters = context_parameters(self._model, config.options, config.n_ubatch, cells)
-        parameters.type_k = parameters.type_v = GGML_TYPES[config.kv_type]
+        parameters.type_k, parameters.type_v = GGML_PAIRS[config.kv_type]
         if config.kv_type != "f16":
             parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
         if self._hooked:

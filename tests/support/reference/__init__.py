@@ -48,19 +48,24 @@ from tests.support.reference.sharing import (
 )
 from tests.support.reference.values import (
     F16_LARGEST,
+    LEVELS,
     QUANT_BLOCK,
     Bools,
     Floats,
     Ints,
     round_f16,
+    round_iq4_nl,
     round_q8_0,
     stored,
+    stored_values,
+    turned_blocks,
 )
 
 __all__ = [
     "DECODE_ROOM",
     "F16_LARGEST",
     "LEAST_SHARE",
+    "LEVELS",
     "NEIGHBOURHOOD",
     "QUANT_BLOCK",
     "SCORING_INTERVAL",
@@ -105,10 +110,13 @@ __all__ = [
     "rope_positions",
     "rotated",
     "round_f16",
+    "round_iq4_nl",
     "round_q8_0",
     "select_survivors",
     "stored",
     "stored_keys",
+    "stored_values",
+    "turned_blocks",
     "updated_importance",
     "visible",
 ]

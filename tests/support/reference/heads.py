@@ -28,7 +28,7 @@ from tests.support.reference.ranking import (
     updated_importance,
 )
 from tests.support.reference.rope import Rope
-from tests.support.reference.values import Bools, Floats, Ints, stored
+from tests.support.reference.values import Bools, Floats, Ints, stored, stored_values
 
 
 class Schedule(NamedTuple):
@@ -86,7 +86,7 @@ class Rules:
         """
         if self.predicts:
             return 4 * SHARE_ROUNDING
-        if self.kv_type == "q8_0":
+        if self.kv_type != "f16":
             return 2e-3 if self.score == "products" else 1e-3
         return 1e-4
 
@@ -154,7 +154,7 @@ class ReferenceHead:
         """Attend to a micro-batch (q [n][group][k_dim], k [n][k_dim]), and hold all its entries."""
         self.positions = np.append(self.positions, first_position + np.arange(len(k)))
         self.k = np.concatenate([self.k, stored(k, self.rules.kv_type)])
-        self.v = np.concatenate([self.v, stored(v, self.rules.kv_type)])
+        self.v = np.concatenate([self.v, stored_values(v, self.rules.kv_type)])
         rules = self.rules
         shares = np.zeros(len(k))
         if rules.predicts:

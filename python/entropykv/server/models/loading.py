@@ -12,7 +12,7 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError, UnsupportedModelError
-from entropykv.llamacpp.context import GGML_TYPES
+from entropykv.llamacpp.context import GGML_PAIRS, kv_type_of_numbers
 from entropykv.llamacpp.model import NO_TEMPLATE, Model
 from entropykv.llamacpp.model_options import (
     NUMA_STRATEGIES,
@@ -162,15 +162,15 @@ def _sized(cache: CacheOptions, options: ModelOptions) -> CacheOptions:
 
 def _kv_type_of(options: ModelOptions) -> str:
     """Return --kv_type, or the type of type_k and type_v; raises SettingsError if they differ."""
-    wanted = {options.type_k, options.type_v} - {None}
-    names = [name for name, number in GGML_TYPES.items() if wanted == {number}]
-    kv_type = names[0] if names and options.kv_type == "auto" else options.kv_type
-    if wanted - {GGML_TYPES.get(kv_type)}:
+    if options.type_k is None and options.type_v is None:
+        return options.kv_type
+    named = kv_type_of_numbers(options.type_k, options.type_v)
+    if named is None or options.kv_type not in ("auto", named):
         raise SettingsError(
             f"type_k and type_v are {options.type_k} and {options.type_v}, but kv_type is "
-            f"{options.kv_type!r}; give kv_type alone, as one of {', '.join(GGML_TYPES)}"
+            f"{options.kv_type!r}; give kv_type alone, as one of {', '.join(GGML_PAIRS)}"
         )
-    return kv_type
+    return named
 
 
 def _template_of(options: ModelOptions) -> str | None:
