@@ -416,7 +416,7 @@ class Session:
         """
         self._runner.check_usable(self._slot)
         if self._pool is None:
-            raise PoolError("a session alone cannot be forked; create it with a Pool")
+            raise PoolError("a session without a Pool cannot be forked; create it with a Pool")
         return Session.of_pool(
             self._pool,
             self._runner,

@@ -1,7 +1,7 @@
 """Define all options of the cache, checked once; this is the only place of their defaults.
 
-Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions, and pass
-it on unchanged. policy/resolved_config.py derives a ResolvedConfig from it for a model.
+Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions.
+policy/resolved_config.py derives a ResolvedConfig from it for a model.
 """
 
 from __future__ import annotations

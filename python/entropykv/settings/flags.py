@@ -35,7 +35,7 @@ class Flag(NamedTuple):
 N_PREDICT = Flag(
     ("-n", "--n-predict", "--predict"),
     "N",
-    "most tokens of an answer; -1 or -2: until the model or the context ends",
+    "most tokens of an answer; -1 or -2: until the model ends it or the context is full",
     "-1",
 )
 DOCUMENT = Flag(
