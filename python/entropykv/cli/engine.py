@@ -39,7 +39,7 @@ from entropykv.llamacpp.model_options import (
     read_overrides,
 )
 from entropykv.policy.resolved_config import cache_options_of
-from entropykv.session.memory_plan import memory_warning
+from entropykv.session.memory_plan import mean_of, memory_warning
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
@@ -360,7 +360,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         cache = dataclasses.replace(cache, kv_budget=cache.budget.of_context(trained))
     thinks = goes_back and model.thought_tags is not None
     session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
-    mean = _mean_budget(session)
+    mean = mean_of(session.cache.budgets())
     if session.config.n_ctx > trained and 4 * mean > 3 * trained:
         say(
             f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
@@ -380,12 +380,6 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     return session
 
 
-def _mean_budget(session: Session) -> int:
-    """Return the entries that a KV head may keep, on average."""
-    budgets = [entries for layer in session.cache.budgets() for entries in layer]
-    return sum(budgets) // max(len(budgets), 1)
-
-
 def say_reading_twice(session: Session, n_tokens: int) -> bool:
     """Print, before a text is read, that some of it will be read twice, because that takes longer.
 
@@ -394,7 +388,8 @@ def say_reading_twice(session: Session, n_tokens: int) -> bool:
     fit = session.cache.predictor_fit
     if fit is None or fit.predicts:
         return False
-    is_read_twice = _mean_budget(session) < session.position + n_tokens <= session.config.n_ctx
+    end = session.position + n_tokens
+    is_read_twice = mean_of(session.cache.budgets()) < end <= session.config.n_ctx
     if is_read_twice:
         later = "and fewer of later texts" if session.config.options.learns else "for this text"
         say(
@@ -428,7 +423,7 @@ def dropped_row(session: Session) -> tuple[str, str]:
         return "text", f"{what_is_kept(session)} (--kv-budget {budget})"
     text = (
         f"nothing was dropped: the text has {n_tokens:,} tokens, and the budget holds "
-        f"{_mean_budget(session):,}"
+        f"{mean_of(session.cache.budgets()):,}"
     )
     if budget.kind == "fraction" and budget.value < 1.0:
         text += f"; --kv-budget {max(n_tokens // 5, 2)} would keep a fifth of it"

@@ -54,7 +54,9 @@ class MemoryPlan:
 
     @property
     def mean_entries(self) -> int:
-        """Return the entries of a KV head, on average."""
+        """Return the entries of a KV head that the budget asks for, on average. What KV heads may
+        keep, in whole pages, is in `budgets`.
+        """
         plan = self.plan
         return plan.mean_entries if isinstance(plan, HeadwisePlan) else plan.entries
 
@@ -149,6 +151,12 @@ class MemoryPlan:
         }
 
 
+def mean_of(budgets: Sequence[Sequence[int]]) -> int:
+    """Return the entries that a KV head may keep on average, of budgets as [layer][KV head]."""
+    entries = [each for layer in budgets for each in layer]
+    return round(sum(entries) / max(len(entries), 1))
+
+
 def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan:
     """Plan a budget as a session would; only the file's header and a profile are read.
 
@@ -182,7 +190,7 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
     n_sequences = config.options.n_sequences or 1
     size = mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")
     try:
-        tokens = min(_plan_of(config).mean_entries, config.n_ctx)
+        tokens = min(mean_of(_plan_of(config).budgets), config.n_ctx)
         size = f"{tokens:,} tokens per KV head{' for each' * (n_sequences > 1)} ({size})"
     except BudgetError:
         size += ", fewer at a time: it does not hold the sinks and recent windows of all"
@@ -249,7 +257,7 @@ def _of_several(plan: MemoryPlan) -> str:
 
 
 def _entries(plan: MemoryPlan) -> str:
-    return f"{plan.mean_entries} of {plan.config.n_ctx} entries per KV head on average"
+    return f"{mean_of(plan.budgets)} of {plan.config.n_ctx} entries per KV head on average"
 
 
 def _line_of_each(plan: MemoryPlan) -> list[str]:
