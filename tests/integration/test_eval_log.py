@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from entropykv.cli.progress import ProgressBar
+from entropykv.errors import EntropyKVError
 from entropykv.evaluation.combination import EngineSettings
 from tests.support.eval_command import SHORT, Command, write_texts
 from tests.support.tiny_models import write_llama
@@ -49,6 +50,22 @@ def test_results_of_another_model_are_not_gone_on_with(
     assert "another model" in capsys.readouterr().err
     assert command.code(*options, "--sinks", 2) == 2
     assert "n_sinks was 4, now it is 2" in capsys.readouterr().err
+
+
+def test_a_table_begins_with_its_first_row(
+    command: Command,
+    texts: list[Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise EntropyKVError("nothing can be measured")
+
+    monkeypatch.setattr(EngineSettings, "open_stock", fail)
+    assert command.code("--text", *texts, *SHORT, "--kv-budget", "0.5") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "nothing can be measured" in err
 
 
 def test_an_interrupt_keeps_what_is_known(

@@ -439,25 +439,33 @@ def _print_tables(
 
         for number, (evaluation, table) in enumerate(evaluations):
             bar.clear()
-            print(("\n" if number else "") + table.header(), flush=True)
-            if not _print_rows(evaluation, table, tick, bar):
+            head = ("\n" if number else "") + table.header()
+            if not _print_rows(evaluation, table, head, tick, bar):
                 say("interrupted: the last row has only what was measured; --resume FILE keeps it")
                 return False
     return True
 
 
-def _print_rows(evaluation: Evaluation, table: EvalTable, tick: Tick, bar: ProgressBar) -> bool:
-    """Measure and print row by row; after an interrupt, print what was measured of the last row."""
+def _print_rows(
+    evaluation: Evaluation, table: EvalTable, head: str, tick: Tick, bar: ProgressBar
+) -> bool:
+    """Measure and print row by row, `head` before the first one; after an interrupt, print what was
+    measured of the last row.
+    """
     n_done = 0
+
+    def show(row: EvalRow) -> None:
+        print(table.line(row) if n_done else f"{head}\n{table.line(row)}", flush=True)
+
     try:
         for row in evaluation.run(tick):
             bar.clear()
-            print(table.line(row), flush=True)
+            show(row)
             n_done += 1
     except InterruptionError:
         bar.close()
         for row in evaluation.rows()[n_done : n_done + 1]:
-            print(table.line(row))
+            show(row)
         return False
     return True
 
