@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import time
@@ -28,9 +29,11 @@ from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.answering import Answering
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.engine.turns import Conversations, TurnMiddleware
+from entropykv.server.http.app import limits_of
 from entropykv.server.http.bodies import Bodies, read_body
 from entropykv.server.http.browser_checks import HostHeaderCheck
 from entropykv.server.http.errors import RequestError, as_request_error
+from entropykv.server.options import ModelOptions, ServerOptions
 from tests.support.cpu_time import takes_less_than
 from tests.support.fake_loaded_model import FakeLoadedModel
 from tests.support.waiting import until
@@ -390,6 +393,18 @@ async def echo(_: Any, receive: Any, send: Any) -> None:
     assert body["more_body"] is False
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": body["body"]})
+
+
+def test_every_limit_of_a_server_reaches_its_requests() -> None:
+    given = {
+        name: number
+        for number, name in enumerate(Limits.__dataclass_fields__, 1001)
+        if name in ServerOptions.model_fields
+    }
+    server = ServerOptions(**given)
+    limits = limits_of(ModelOptions(model="model.gguf"), server)
+    # The conversations are counted for each model.
+    assert dataclasses.asdict(limits) == {**given, "conversations": Limits.conversations}
 
 
 def test_bodies_have_limits_of_bytes_and_seconds() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -75,14 +75,6 @@ class _Detokenize(DetokenizeInputRequest):
 
     model: Name | None = None
     tokens: Tokens
-
-
-_LIMITS = (
-    *("max_jobs", "max_waiting", "max_body", "max_bodies"),
-    *("client_seconds", "request_seconds", "drain_seconds"),
-    *("max_images", "max_image_bytes", "max_image_pixels"),
-)
-"""The fields of ServerOptions that are also fields of Limits."""
 
 
 def create_app(
@@ -185,7 +177,8 @@ def limits_of(model: ModelOptions | ModelCatalog, server: ServerOptions) -> Limi
     larger, unless the options say how large.
     """
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
-    given = {name: getattr(server, name) for name in _LIMITS}
+    alike = {each.name for each in fields(Limits)} & ServerOptions.model_fields.keys()
+    given = {name: getattr(server, name) for name in alike}
     if server.documents is not None or any(each.options.projector for each in catalog.models):
         larger = {"max_body": LARGE_BODY, "max_bodies": LARGE_BODIES}
         given.update({n: size for n, size in larger.items() if n not in server.model_fields_set})
