@@ -21,7 +21,7 @@ from typing import Any
 from entropykv import system
 from entropykv.errors import ContextError, EntropyKVError
 
-NOT_UTF8 = "not a text in UTF-8; convert it first"
+NOT_UTF8 = "not a text in UTF-8; convert it first, for example with `iconv -f latin1 -t utf-8`"
 _UTF8 = "utf-8-sig"
 """UTF-8 with or without the byte order mark that editors of Windows put before it."""
 _TOKEN_BYTES = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,6 +166,18 @@ def test_a_model_without_an_option_before_it(tiny_llama: Path, words: str) -> No
     assert_refused(result, f"{tiny_llama} has no option before it", f"-m {tiny_llama}")
 
 
+@pytest.mark.parametrize(
+    ("words", "help_of"),
+    [("models x", "models"), ("convert a -o b", "convert"), ("plan --demo bitnet x", "plan")],
+)
+def test_words_that_a_command_does_not_have(words: str, help_of: str) -> None:
+    assert_refused(entropykv(*words.split()), f"see entropykv {help_of} --help")
+
+
+def test_an_empty_name_of_a_model() -> None:
+    assert_refused(entropykv("plan", "-m", ""), "-m/--model: the name is empty")
+
+
 @pytest.mark.parametrize(("command", "budget"), [("run", "-1"), ("plan", "abc")])
 def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None:
     prompt = ("-p", "x") if command == "run" else ()
@@ -172,10 +185,15 @@ def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None
     assert_refused(result, "KV budget", budget)
 
 
-@pytest.mark.parametrize("store", ["headwise", "flat"])
-def test_a_budget_too_small_for_what_it_protects(tiny_llama: Path, store: str) -> None:
-    result = entropykv("run", "-m", tiny_llama, "-p", "x", "--kv-budget", 3, "--store", store)
-    assert_refused(result, "smallest budget", "7 tokens")
+@pytest.mark.parametrize(("store", "smallest"), [("headwise", 5), ("flat", 7)])
+def test_a_budget_too_small_for_what_it_protects(
+    tiny_llama: Path, store: str, smallest: int
+) -> None:
+    """Without a profile, the headwise store protects a shorter recent window than the flat one."""
+    given = ("-m", tiny_llama, "--store", store, "--kv-budget")
+    result = entropykv("run", *given, smallest - 1, "-p", "x")
+    assert_refused(result, "smallest budget", f"{smallest} tokens")
+    assert entropykv("plan", *given, smallest).returncode == 0
     result = entropykv("run", "-m", tiny_llama, "-p", "x", "--kv-budget", 40, "--recent-window", 60)
     assert_refused(result, "recent window of 60", "64 tokens")
 
@@ -206,6 +224,18 @@ def test_profiles_that_do_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
     assert_refused(entropykv("plan", "-m", tiny_llama, "--entropy-config", other), "2 layers")
 
 
+def test_plan_says_one_number_of_entries(tiny_llama: Path) -> None:
+    """The number beside the bytes is that of the table: whole pages, not the fraction."""
+    text = entropykv("plan", "-m", tiny_llama, "-c", 1000, "--kv-budget", 0.25).stdout
+    said = re.search(r"(\d+) of 1000 entries per KV head on average", text)
+    table = re.search(r"(\d+) in each of 3 layers", text)
+    assert said is not None
+    assert table is not None
+    assert said[1] == table[1] != "250"
+    with Session(tiny_llama, n_ctx=1000, kv_budget=0.25, n_threads=1) as session:
+        assert session.cache.budgets()[0][0] == int(said[1])
+
+
 def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     rng = np.random.default_rng(0)
@@ -220,7 +250,7 @@ def test_plan_says_what_a_session_does(tiny_llama: Path, tmp_path: Path) -> None
     assert plan["kv_bytes_f16"] == 1000 * 3 * 2 * 64 * 2
     assert plan["saved_bytes"] == plan["kv_bytes_f16"] - plan["kv_bytes_budget"]
     text = entropykv("plan", *arguments)
-    assert "300 of 1000 entries" in text.stdout
+    assert f"{plan['budgets'][0][0]} of 1000 entries" in text.stdout
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,9 @@ def test_what_was_learnt_is_listed_and_removed(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert main(["models", "--learnt"]) == 0
-    assert "nothing was learnt" in capsys.readouterr().out
+    for words in (["models", "--learnt"], ["models", "--learnt", "--remove"]):
+        assert main(words) == 0
+        assert "nothing was learnt" in capsys.readouterr().out
     learn_at_once(own_llama, monkeypatch)
     assert main(["models", "--learnt", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)

@@ -57,7 +57,8 @@ def assert_refused(result: subprocess.CompletedProcess[bytes], words: bytes) -> 
 def test_a_text_in_another_encoding_is_refused_as_an_argument(
     tiny_llama: Path, arguments: list[object]
 ) -> None:
-    assert_refused(command("run", "-m", tiny_llama, *arguments), b"not a text in UTF-8")
+    result = command("run", "-m", tiny_llama, *arguments)
+    assert_refused(result, b"not a text in UTF-8; convert it first, for example with `iconv -f")
 
 
 @pytest.mark.parametrize("how", [["run", "-f", "-"], ["read", "-", "-o", "x.kv"]])

@@ -316,13 +316,16 @@ def _line_of(cells: tuple[str, ...], widths: list[int]) -> str:
     return f"| {' | '.join(padded)} |"
 
 
+_NOTHING_LEARNT = "nothing was learnt, or what was learnt was removed"
+
+
 def _list_learnt(*, as_json: bool) -> int:
     """Print one predictor a line, or all as JSON; returns the exit code."""
     rows = [_learnt_row(file) for file in learnt_files()]
     if as_json:
         print(json.dumps(rows, indent=2))
     elif not rows:
-        print("nothing was learnt, or what was learnt was removed")
+        print(_NOTHING_LEARNT)
     else:
         print("\n".join(map(_learnt_text, rows)))
     return 0
@@ -339,6 +342,8 @@ def _forget(names: Sequence[str]) -> int:
     if names and not removed:
         say(f"nothing was learnt of {', '.join(names)}; `entropykv models --learnt` lists all")
         return 1
+    if not removed:
+        print(_NOTHING_LEARNT)
     return 0
 
 

@@ -113,7 +113,7 @@ def add_model_option(
     group.add_argument(
         "-m",
         "--model",
-        type=path_of_model,
+        type=_model,
         metavar="FILE",
         help="GGUF model, or the name of one that `entropykv models` lists",
     )
@@ -131,6 +131,13 @@ def add_model_option(
         metavar="FILE",
         help="with -hf: the model's file in the repository, or a pattern of its name",
     )
+
+
+def _model(text: str) -> str:
+    """Read the path or the name of a model, as an argparse type."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; give the path of a GGUF file")
+    return path_of_model(text)
 
 
 def add_option(

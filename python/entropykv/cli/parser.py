@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         """Parse arguments, and skip flags of llama.cpp that have no effect, naming them in one
         note.
 
-        Raises SettingsError for a flag of several letters that this command does not have.
+        Raises SettingsError for words that this command does not have.
         """
         self.add_now()
         if "--help-all" not in self._option_string_actions:  # --help shows all options already.
@@ -119,6 +119,8 @@ class CommandParser(argparse.ArgumentParser):
                 self._refuse_bare_model(kept)
             raise
         self._refuse_bare_model(parsed[1])
+        if parsed[1] and self._subparsers is None:  # Else, argparse names --help of all commands.
+            self.error(f"unrecognized arguments: {' '.join(parsed[1])}")
         if len(notes) == 1:
             ((flag, why),) = notes.items()
             say(f"{flag} changes nothing here: {why}")

@@ -18,6 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
+from entropykv.files import NOT_UTF8
 from entropykv.server.dialects.fields import MOST_NAME, Name
 from entropykv.server.documents.asked_document import no_documents
 from entropykv.server.documents.library import DocumentLibrary
@@ -87,9 +88,7 @@ def text_of(field: FormField, name: str) -> str:
     try:
         return field.data.decode("utf-8")
     except UnicodeDecodeError:
-        raise RequestError(
-            400, f"{name}: it is not a text in UTF-8; convert it first", param=name
-        ) from None
+        raise RequestError(400, f"{name}: it is {NOT_UTF8}", param=name) from None
 
 
 def _boundary(kind: str) -> bytes:
