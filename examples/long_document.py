@@ -4,7 +4,7 @@ state.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from pathlib import Path
 
@@ -16,7 +16,11 @@ HERE = Path(__file__).parent
 
 def main() -> None:
     """Read the document inside a budget, save the state, and ask every question from there."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "lighthouse.txt"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("document", nargs="?", type=Path, default=HERE / "lighthouse.txt")
+    path = parser.parse_args().document
+    if not path.is_file():
+        parser.error(f"{path}: no such file; give a text in UTF-8")
     document = path.read_text(encoding="utf-8")
     name = (HERE / "lighthouse.question.txt").read_text(encoding="utf-8").strip()
     questions = (name, "Who keeps the light?", "What is the sea like?")

@@ -6,17 +6,31 @@ python openai_client.py http://127.0.0.1:8000 [API key]
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 QUESTIONS = ("What is the capital of France?", "And of Italy?")
 
 
 def main() -> None:
+    """Ask the server of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    parser.add_argument("key", nargs="?", default="none", help="API key of the server")
+    options = parser.parse_args()
+    try:
+        ask(options.url, options.key)
+    except APIConnectionError:
+        sys.exit(f"no server answers at {options.url}; start one: entropykv serve -m model.gguf")
+
+
+def ask(url: str, key: str) -> None:
     """Ask the questions in one conversation; every turn reads only new tokens."""
-    url, key = [*sys.argv[1:], "http://127.0.0.1:8000"][0], [*sys.argv[2:], "none"][0]
     with OpenAI(base_url=f"{url}/v1", api_key=key) as client:
         messages: list[Any] = []
         for question in QUESTIONS:

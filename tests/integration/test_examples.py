@@ -6,6 +6,9 @@ import importlib.util
 import json
 import re
 import shlex
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +16,19 @@ from typing import Any
 import pytest
 
 from entropykv.model.shipped import DEMOS
-from tests.support.command import entropykv
+from tests.support.command import Result, entropykv
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 PLUGIN = EXAMPLES / "llm-entropykv" / "llm_entropykv.py"
+
+
+def example(name: str, *arguments: object) -> Result:
+    """Run one of the examples in a process of its own."""
+    command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+    return subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def assert_only_the_model_is_missing(words: list[str], folder: Path) -> None:
@@ -85,3 +96,27 @@ def test_the_plugin_for_llm_answers_and_continues() -> None:
     loaded = model._loaded[1]
     assert loaded.kv_stats().generated_tokens == 8, "each turn had a model of its own"
     loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("openai_client", "openai"), ("langchain_llama", "langchain_openai")]
+)
+def test_the_clients_say_that_no_server_answers(name: str, package: str) -> None:
+    pytest.importorskip(package, reason="needs the extra clients")
+    with socket.socket() as silent:  # It has a port, on which it does not listen.
+        silent.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        result = example(name, url)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"no server answers at {url}; start one: entropykv serve")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_long_document_says_how_it_is_called(tmp_path: Path) -> None:
+    shown = example("long_document", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "Ask several questions about a long document" in shown.stdout
+    absent = example("long_document", tmp_path / "absent.txt")
+    assert absent.returncode == 2
+    assert "absent.txt: no such file; give a text in UTF-8" in absent.stderr
+    assert "Traceback" not in absent.stderr
