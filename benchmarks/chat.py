@@ -154,7 +154,9 @@ def talk(session: Session, style: Style, n_turns: int) -> Result:
 
 def main() -> None:
     """Hold the conversation with each model, and print a table of the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="bitnet,smollm2")
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--kv-budget", default=str(BUDGET))

@@ -139,7 +139,9 @@ def facts(model: str, cases: Sequence[Case], options: dict[str, float], folder: 
 
 def main() -> None:
     """Compare times to the first token, and count answered facts."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=6000)
     parser.add_argument("--fact-tokens", type=int, default=1500)

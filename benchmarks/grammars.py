@@ -72,7 +72,9 @@ def step(sampler: Any, n_vocab: int) -> tuple[float, set[int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default=None, help="default: SmolLM2, where installed")
     parser.add_argument("-n", type=int, default=60, help="tokens of each text (default: 60)")
     options = parser.parse_args()

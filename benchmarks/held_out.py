@@ -62,7 +62,9 @@ def main() -> None:
     """Print what a model loses with each of the ways, and how much better each is than no
     profile.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("profile")
     parser.add_argument("--ways", help="compare these with none; commas separate them")

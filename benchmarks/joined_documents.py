@@ -137,7 +137,9 @@ def compare(
 
 def main() -> None:
     """Compare several pairs of documents, and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=750, help="tokens of each document")
     parser.add_argument("--pairs", type=int, default=4)

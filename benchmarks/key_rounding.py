@@ -115,7 +115,9 @@ def no_bias(node: _core.AttentionNode) -> KeyBias:
 
 def main() -> None:
     """Print a row for each way to store keys."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--tokens", type=int, default=1280)

@@ -55,7 +55,9 @@ def learnt(model: Model, texts: list[tuple[int, ...]]) -> ScorePredictor | None:
 
 def main() -> None:
     """Print the figures of every text, budget and type."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--types", default="q8_0,q8_0/iq4_nl", help="commas separate them")
     parser.add_argument("--texts", default="heldout_prose_*.txt", help="in benchmarks/texts")

@@ -131,7 +131,9 @@ def _sessions(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model")
     parser.add_argument("--chunks", type=int, default=4)
     parser.add_argument("--texts", action="store_true", help="learn from one text after the other")

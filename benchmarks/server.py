@@ -87,7 +87,9 @@ def figures(client: openai.OpenAI) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-n", type=int, default=1000, help="requests (default: %(default)s)")
     parser.add_argument("-m", default=str(shipped.DEMOS["bitnet"].path), help="GGUF model")
     parser.add_argument("-t", type=int, default=1, help="threads (default: %(default)s)")

@@ -208,7 +208,9 @@ def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
 
 def main() -> None:
     """Print a line for each server and number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--llama-server", type=Path, required=True)
     parser.add_argument("-m", "--model", default=str(shipped.smollm2().path))
     parser.add_argument("--clients", default="1,2,4,8,16")

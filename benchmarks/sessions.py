@@ -57,7 +57,9 @@ def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: flo
 
 def main() -> None:
     """Print a table row for each type and budget of the cache."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model")
     parser.add_argument("-n", "--tokens", type=int, default=6144)
     parser.add_argument("-t", "--threads", type=int, default=2)

@@ -125,7 +125,9 @@ def run(options: argparse.Namespace, name: str, conversations: list[Conversation
 
 def main() -> None:
     """Run the cases that --case names, and print their figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default=str(shipped.smollm2().path))
     parser.add_argument("--policy", default="adaptive")
     parser.add_argument("--case", default="short,dull")

@@ -221,7 +221,9 @@ def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
 
 def main() -> None:
     """Start the server and the clients, and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default=str(DEMOS["bitnet"].path))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--clients", type=int, default=32)

@@ -85,7 +85,9 @@ def turns(address: str, n_turns: int, thought: int) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Print a table for each of the two servers."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", default=str(shipped.DEMOS["bitnet"].path))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--thought", type=int, default=400, help="tokens of a thought")

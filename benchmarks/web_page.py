@@ -302,7 +302,9 @@ def busy_seconds() -> float:
 
 def main() -> None:
     """Measure what the web page costs the server, and print it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-m", "--model")
     options = parser.parse_args()
     look_cost()

@@ -37,7 +37,9 @@ _PARTS |= {"mlp": ("gate_proj", "up_proj", "down_proj", "ffn_sub_norm")}
 
 def main() -> None:
     """Export one checkpoint."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", type=Path, help="folder of training.train")
     parser.add_argument("--output", type=Path, default=_SHIPPED, help="folder of the files")
     options = parser.parse_args()

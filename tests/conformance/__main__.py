@@ -73,7 +73,9 @@ def shown(title: str, every: list[Case]) -> list[str]:
 
 def main() -> int:
     """Judge every draft, and return 1 if a schema is enforced wrongly."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("suite", type=Path)
     parser.add_argument("--cases", type=Path, help="further schemas with texts, as JSON")
     options = parser.parse_args()

@@ -94,7 +94,9 @@ def judged(report: dict[str, dict[str, str]]) -> tuple[dict[str, Counter[str]], 
 
 def main() -> int:
     """Print a table of the outcomes; return 1 if any is unexpected."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("sources", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
     options = parser.parse_args()
