@@ -66,22 +66,11 @@ inline NearestLevels nearest_levels(Vec values) {
         constexpr auto lower = static_cast<float>(kValueLevels[i]);
         constexpr auto upper = static_cast<float>(kValueLevels[i + 1]);
         const Vec middle = broadcast((lower + upper) / 2.0f);
-        const auto step = [&](float by) ENTROPYKV_INLINE {
-            return where_less(middle, values, broadcast(by), zero());
-        };
-        nearest.places = nearest.places + step(1.0f);
-        nearest.levels = nearest.levels + step(upper - lower);
+        const Vec place = broadcast(static_cast<float>(i + 1));
+        nearest.places = where_less(middle, values, place, nearest.places);
+        nearest.levels = where_less(middle, values, broadcast(upper), nearest.levels);
     });
     return nearest;
-}
-
-// Returns the sum of the lanes of a vector.
-inline std::int32_t sum_of_ints(IntVec a) {
-    std::int32_t lanes[kLanes];
-    store_ints(lanes, a);
-    std::int32_t total = 0;
-    for (const std::int32_t lane : lanes) total += lane;
-    return total;
 }
 
 // Returns the scale of a block in iq4_nl. At first, the value of the largest magnitude becomes the
@@ -112,8 +101,7 @@ inline float scale_of_levels(const float* values) {
         products = dot_pairs(products, shorts, levels);
         squares = dot_pairs(squares, levels, levels);
     }
-    const float ratio =
-        static_cast<float>(sum_of_ints(products)) / static_cast<float>(sum_of_ints(squares));
+    const float ratio = static_cast<float>(sum(products)) / static_cast<float>(sum(squares));
     return limit / kLargestShort * ratio;
 }
 
@@ -121,11 +109,13 @@ inline float scale_of_levels(const float* values) {
 inline void round_to_levels(const float* values, float scale, std::uint8_t* codes, int apart) {
     constexpr int half = kQuantBlock / 2;
     const Vec inverse = broadcast(scale > 0.0f || scale < 0.0f ? 1.0f / scale : 0.0f);
-    std::int32_t places[kQuantBlock];
-    for (int d = 0; d < kQuantBlock; d += kLanes)
-        store_ints(places + d, round_to_int(nearest_levels(load(values + d) * inverse).places));
-    for (int i = 0; i < half; ++i)
-        codes[i * apart] = static_cast<std::uint8_t>(places[i] | places[i + half] << 4);
+    std::int32_t both[half];
+    for (int i = 0; i < half; i += kLanes) {
+        const Vec low = nearest_levels(load(values + i) * inverse).places;
+        const Vec high = nearest_levels(load(values + i + half) * inverse).places;
+        store_ints(both + i, round_to_int(low + high * broadcast(16.0f)));
+    }
+    for (int i = 0; i < half; ++i) codes[i * apart] = static_cast<std::uint8_t>(both[i]);
 }
 
 inline void store_scales(int blocks, const std::uint16_t* scales, int slot, std::byte* out) {

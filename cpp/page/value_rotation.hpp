@@ -5,25 +5,35 @@
 #pragma once
 
 #include "page/page_layout.hpp"
+#include "platform/repeat.hpp"
+#include "platform/simd.hpp"
 
 namespace entropykv {
 namespace {
 
 constexpr float kRotationScale = 0.176776695f;  // 1 / sqrt(kQuantBlock)
+constexpr int kRotationPasses = 5;              // 2^5 = kQuantBlock
+static_assert(1 << kRotationPasses == kQuantBlock);
 
 // Rotates kQuantBlock values. Every pass moves the sums of neighbours to the front and their
-// differences to the back, so that all passes are the same loop, which compilers vectorise.
+// differences to the back, so that all passes are the same. The values stay in registers.
 inline void rotate_block(float* values) {
-    constexpr int half = kQuantBlock / 2;
-    float other[kQuantBlock];
-    for (int i = 0; i < kQuantBlock; ++i) values[i] *= kRotationScale;
-    for (int size = 1; size < kQuantBlock; size *= 2) {
-        for (int i = 0; i < half; ++i) {
-            other[i] = values[2 * i] + values[2 * i + 1];
-            other[i + half] = values[2 * i] - values[2 * i + 1];
-        }
-        for (int i = 0; i < kQuantBlock; ++i) values[i] = other[i];
-    }
+    constexpr int vectors = kQuantBlock / kLanes;
+    Vec block[vectors];
+    repeat<vectors>([&](auto i) ENTROPYKV_INLINE {
+        block[i] = load(values + i * kLanes) * broadcast(kRotationScale);
+    });
+    repeat<kRotationPasses>([&](auto) ENTROPYKV_INLINE {
+        Vec turned[vectors];
+        repeat<vectors / 2>([&](auto i) ENTROPYKV_INLINE {
+            const Vec even = even_lanes(block[2 * i], block[2 * i + 1]);
+            const Vec odd = odd_lanes(block[2 * i], block[2 * i + 1]);
+            turned[i] = even + odd;
+            turned[i + vectors / 2] = even - odd;
+        });
+        repeat<vectors>([&](auto i) ENTROPYKV_INLINE { block[i] = turned[i]; });
+    });
+    repeat<vectors>([&](auto i) ENTROPYKV_INLINE { store(values + i * kLanes, block[i]); });
 }
 
 }  // namespace

@@ -19,6 +19,8 @@
 namespace entropykv {
 namespace {
 
+// even_lanes and odd_lanes return every second lane of two vectors, those of the first one first.
+
 // A register of packed values: page_layout.hpp defines the order of the bytes. even_bytes and
 // odd_bytes return two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the products of
 // such pairs to 32-bit sums, pairs_of makes pairs of two vectors, byte_of returns one byte of every

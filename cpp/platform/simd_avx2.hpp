@@ -49,6 +49,16 @@ inline bool any_less(Vec a, Vec b) {
 inline Vec round_nearest(Vec a) {
     return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+// Brings the halves of shuffled vectors in order: shuffles of AVX2 work on halves.
+inline Vec in_order(__m256 a) {
+    return {_mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(a), _MM_SHUFFLE(3, 1, 2, 0)))};
+}
+inline Vec even_lanes(Vec a, Vec b) {
+    return in_order(_mm256_shuffle_ps(a.v, b.v, _MM_SHUFFLE(2, 0, 2, 0)));
+}
+inline Vec odd_lanes(Vec a, Vec b) {
+    return in_order(_mm256_shuffle_ps(a.v, b.v, _MM_SHUFFLE(3, 1, 3, 1)));
+}
 inline Vec scale_by_power(Vec a, Vec power) {
     const __m256i exponent = _mm256_slli_epi32(
         _mm256_add_epi32(_mm256_cvtps_epi32(power.v), _mm256_set1_epi32(127)), 23);
@@ -75,6 +85,11 @@ inline IntVec load_ints(const void* p) {
 inline void store_ints(void* p, IntVec a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a.v); }
 inline Vec to_float(IntVec a) { return {_mm256_cvtepi32_ps(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm256_add_epi32(a.v, b.v)}; }
+inline std::int32_t sum(IntVec a) {
+    __m128i half = _mm_add_epi32(_mm256_castsi256_si128(a.v), _mm256_extracti128_si256(a.v, 1));
+    half = _mm_add_epi32(half, _mm_unpackhi_epi64(half, half));
+    return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 1)));
+}
 inline IntVec round_to_int(Vec a) { return {_mm256_cvtps_epi32(a.v)}; }
 inline void store_shorts(std::int16_t* p, IntVec a) {
     _mm_storeu_si128(

@@ -48,6 +48,16 @@ inline bool any_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT
 inline Vec round_nearest(Vec a) {
     return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+inline Vec even_lanes(Vec a, Vec b) {
+    const __m512i even =
+        _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return {_mm512_permutex2var_ps(a.v, even, b.v)};
+}
+inline Vec odd_lanes(Vec a, Vec b) {
+    const __m512i odd =
+        _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return {_mm512_permutex2var_ps(a.v, odd, b.v)};
+}
 inline Vec scale_by_power(Vec a, Vec power) { return {_mm512_scalef_ps(a.v, power.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
@@ -80,6 +90,7 @@ inline IntVec load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_ints(void* p, IntVec a) { _mm512_storeu_si512(p, a.v); }
 inline Vec to_float(IntVec a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline std::int32_t sum(IntVec a) { return _mm512_reduce_add_epi32(a.v); }
 inline IntVec round_to_int(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline void store_shorts(std::int16_t* p, IntVec a) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(a.v));

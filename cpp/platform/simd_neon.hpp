@@ -40,6 +40,8 @@ inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
 inline Vec maximum(Vec a, Vec b) { return {vmaxnmq_f32(a.v, b.v)}; }
 inline bool any_less(Vec a, Vec b) { return vmaxvq_u32(vcltq_f32(a.v, b.v)) != 0; }
 inline Vec round_nearest(Vec a) { return {vrndnq_f32(a.v)}; }
+inline Vec even_lanes(Vec a, Vec b) { return {vuzp1q_f32(a.v, b.v)}; }
+inline Vec odd_lanes(Vec a, Vec b) { return {vuzp2q_f32(a.v, b.v)}; }
 inline Vec scale_by_power(Vec a, Vec power) {
     const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(power.v), vdupq_n_s32(127)), 23);
     return {vmulq_f32(a.v, vreinterpretq_f32_s32(exponent))};
@@ -59,6 +61,7 @@ inline IntVec load_ints(const void* p) {
 inline void store_ints(void* p, IntVec a) { vst1q_s32(static_cast<std::int32_t*>(p), a.v); }
 inline Vec to_float(IntVec a) { return {vcvtq_f32_s32(a.v)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {vaddq_s32(a.v, b.v)}; }
+inline std::int32_t sum(IntVec a) { return vaddvq_s32(a.v); }
 inline IntVec round_to_int(Vec a) { return {vcvtnq_s32_f32(a.v)}; }
 inline void store_shorts(std::int16_t* p, IntVec a) { vst1_s16(p, vmovn_s32(a.v)); }
 inline IntVec pairs_of(IntVec low, IntVec high) {

@@ -65,6 +65,8 @@ inline Vec round_nearest(Vec a) {
     constexpr float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     return {(a.v + magic) - magic};
 }
+inline Vec even_lanes(Vec a, Vec b) { return {FloatLanes{a.v[0], a.v[2], b.v[0], b.v[2]}}; }
+inline Vec odd_lanes(Vec a, Vec b) { return {FloatLanes{a.v[1], a.v[3], b.v[1], b.v[3]}}; }
 inline Vec scale_by_power(Vec a, Vec power) {
     const IntLanes exponent = (__builtin_convertvector(power.v, IntLanes) + 127) << 23;
     FloatLanes factor;
@@ -94,6 +96,7 @@ inline IntVec load_ints(const void* p) {
 inline void store_ints(void* p, IntVec a) { std::memcpy(p, &a.v, sizeof a.v); }
 inline Vec to_float(IntVec a) { return {__builtin_convertvector(a.v, FloatLanes)}; }
 inline IntVec operator+(IntVec a, IntVec b) { return {a.v + b.v}; }
+inline std::int32_t sum(IntVec a) { return a.v[0] + a.v[1] + a.v[2] + a.v[3]; }
 inline IntVec round_to_int(Vec a) {
     return {__builtin_convertvector(round_nearest(a).v, IntLanes)};
 }
