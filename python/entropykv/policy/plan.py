@@ -141,9 +141,11 @@ def plan_headwise(
     def bytes_of(entries: int) -> int:
         return pages(entries) * page_bytes
 
+    def protected_of(n: int) -> ProtectedEntries:
+        return ProtectedEntries.for_budget(n, n_sinks, recent_window, policy.window_eighths)
+
     mean = _mean_entries(budget, n_ctx, bytes_of)
-    windows = (n_sinks, recent_window, policy.window_eighths)
-    protection = _protection(budget, mean, n_ctx, windows, bytes_of)
+    protection = _protection(budget, mean, n_ctx, protected_of, bytes_of)
     floor = min(protection.entries, n_ctx)
     if own_windows(policy, recent_window):
         floor = min(2 * (n_sinks + 1), floor)
@@ -266,9 +268,11 @@ def plan_flat(
     def bytes_of(entries: int) -> int:
         return cells(entries) * cell_bytes
 
+    def protected_of(n: int) -> ProtectedEntries:
+        return ProtectedEntries.for_budget(n, n_sinks, recent_window, WINDOW_EIGHTHS)
+
     entries = _mean_entries(budget, n_ctx, bytes_of)
-    windows = (n_sinks, recent_window, WINDOW_EIGHTHS)
-    protection = _protection(budget, entries, n_ctx, windows, bytes_of)
+    protection = _protection(budget, entries, n_ctx, protected_of, bytes_of)
     return FlatPlan(entries, cells(entries), protection)
 
 
@@ -286,20 +290,23 @@ def _protection(
     budget: Budget,
     mean: int,
     n_ctx: int,
-    windows: tuple[int, int | None, int],
+    protected_of: Callable[[int], ProtectedEntries],
     bytes_of: _BytesOf,
 ) -> ProtectedEntries:
-    """Return what is protected; `windows` has the arguments of for_budget() after the first."""
-    protection = ProtectedEntries.for_budget(mean, *windows)
+    """Return what is protected under the mean budget `mean`, as `protected_of` says of any mean.
+
+    Raises BudgetError if the mean budget does not hold it.
+    """
+    protection = protected_of(mean)
     if mean >= min(protection.entries, n_ctx) and mean > 0:
         return protection
 
     def holds_them(n: int) -> bool:
-        return n >= min(ProtectedEntries.for_budget(n, *windows).entries, n_ctx)
+        return n >= min(protected_of(n).entries, n_ctx)
 
     # With n_ctx entries, all are held, so that the search finds a budget.
     least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)
-    needed = ProtectedEntries.for_budget(least, *windows)
+    needed = protected_of(least)
     raise BudgetError(
         f"a KV budget of {budget} leaves {mean} entries per KV head, fewer than {needed.n_sinks} "
         f"sinks and a recent window of {needed.recent_window}; the smallest budget that holds them "
