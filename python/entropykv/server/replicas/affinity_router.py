@@ -15,7 +15,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from entropykv.server.replicas.affinity import Affinity, Holders
 
 
-class AffinityRouter(RequestRouter):
+class AffinityRouter(RequestRouter):  # type: ignore[misc, unused-ignore]  # without Ray: Any
     """Send a request to the replica that holds the beginning of its text, or to the least
     loaded.
     """
