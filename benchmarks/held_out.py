@@ -31,28 +31,28 @@ TEXTS = "heldout_*_0[2-5].txt"
 SEED = 100
 
 
+def passages_and_lessons(
+    path: str, texts: str
+) -> tuple[list[comparing.PlantedPassage], list[tuple[int, ...]]]:
+    """Return a passage of each of the texts, and the tokens of the texts that teach a model without
+    a profile.
+    """
+    with closing(Model(path, n_gpu_layers=0, verbose=False)) as model:
+
+        def tokenize(text: str) -> list[int]:
+            return model.tokenize(text, add_bos=model.adds_bos, special=False)
+
+        longest = model.geometry.n_ctx_train
+        found = [Text(name, content) for name, content in read_texts(texts).items()]
+        passages = comparing.passages_of(found, tokenize, model.tokenize_within, longest, SEED)
+        return passages, comparing.lessons_of(texts_of_calibrations(), tokenize, longest)
+
+
 def compare(
     path: str, profile: EntropyProfile, ways: Sequence[str], texts: str, spread: Spread
 ) -> WayComparison:
     """Return a comparison of the ways in passages of the texts."""
-    with closing(Model(path, n_gpu_layers=0, verbose=False)) as model:
-
-        def tokenize(text: str, *, add_bos: bool = False) -> list[int]:
-            return model.tokenize(text, add_bos=add_bos, special=False)
-
-        def tokenize_begin(text: str) -> list[int]:
-            return tokenize(text, add_bos=model.adds_bos)
-
-        passages = comparing.passages_of(
-            [Text(name, content) for name, content in read_texts(texts).items()],
-            tokenize_begin,
-            tokenize,
-            model.geometry.n_ctx_train,
-            SEED,
-        )
-        taught = comparing.lessons_of(
-            texts_of_calibrations(), tokenize_begin, model.geometry.n_ctx_train
-        )
+    passages, taught = passages_and_lessons(path, texts)
     settings = StepSettings.of(path, n_ctx=0, n_threads=1, profile=profile)
     with mock.patch.object(comparing, "ways_of", return_value=list(ways)):
         return comparing.compare_ways(spread, settings, passages, taught)

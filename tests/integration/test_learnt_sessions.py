@@ -148,6 +148,32 @@ def test_short_texts_of_several_processes_add_up(
         assert session.cache.predictor_fit is None
 
 
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_loaded_session_stays_the_same_text(
+    in_a_file: bool,
+    own_llama: Path,
+    learnt_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However a text goes on after it was loaded, it is one of the texts that teach."""
+    need_texts(monkeypatch, 2)
+    with Pool(own_llama, n_ctx=N_CTX, kv_budget=400, n_sequences=1, n_threads=1) as pool:
+        session = pool.session()
+        session.decode(TOKENS[:900])
+        assert kept_in(learnt_folder).n_texts == 1
+        if in_a_file:
+            session.files.save(tmp_path / "session")
+            session.reset()
+            session.files.load(tmp_path / "session")
+        else:
+            session.files.load_state(session.files.save_state())
+        n_twice = fit_of(session).n_tokens
+        session.decode(OTHERS[:900])
+        assert fit_of(session).n_tokens == n_twice
+        assert kept_in(learnt_folder).n_texts == 1
+
+
 @pytest.mark.usefixtures("learnt_folder")
 def test_the_same_text_again_teaches_nothing(own_llama: Path) -> None:
     with Pool(own_llama, n_ctx=N_CTX, kv_budget=256, n_sequences=2, n_threads=1) as pool:

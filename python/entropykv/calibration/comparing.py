@@ -199,10 +199,7 @@ def compare_ways(
         simplest = PREDICTOR_ONLY if PREDICTOR_ONLY in ways else NO_PROFILE
         return going(simplest)
     if settings.profile.predictor is not None and taught:
-        (weights,) = spread.run(teach, settings, [TextWork("taught", tuple(taught))], on_progress)
-        if weights:
-            n_taught = sum(map(len, taught))
-            settings = replace(settings, learnt=ScorePredictor(tuple(weights), n_taught))
+        settings = replace(settings, learnt=learnt_from(taught, spread, settings, on_progress))
     work = [passage.work for passage in passages]
     found = spread.run(try_ways, settings, work, on_progress)
     continued = np.array([continuing for continuing, *_ in found])
@@ -219,6 +216,19 @@ def compare_ways(
         best=NO_PROFILE,
     )
     return replace(comparison, best=best_way(comparison))
+
+
+def learnt_from(
+    taught: Sequence[tuple[int, ...]],
+    spread: Spread,
+    settings: StepSettings,
+    on_progress: Progress = lambda _: None,
+) -> ScorePredictor | None:
+    """Return the predictor that the model of settings.profile learns from texts where it has no
+    profile; None if they teach too little. Raises SettingsError without settings.profile.
+    """
+    (weights,) = spread.run(teach, settings, [TextWork("taught", tuple(taught))], on_progress)
+    return ScorePredictor(tuple(weights), sum(map(len, taught))) if weights else None
 
 
 def _table(figures: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
@@ -245,11 +255,13 @@ def try_ways(
         for each in work:
             tokens, following, request, *asked = each.texts
             passage = PlantedPassage(tokens, following, request, tuple(asked))
-            reader = _Reader(model, settings, passage, on_progress)
+            reader = PassageReader(model, settings, passage, on_progress)
             yield _try_ways(reader, settings.profile, settings.learnt)
 
 
-def _try_ways(reader: _Reader, profile: EntropyProfile, learnt: ScorePredictor | None) -> Arrays:
+def _try_ways(
+    reader: PassageReader, profile: EntropyProfile, learnt: ScorePredictor | None
+) -> Arrays:
     ways, passage = ways_of(profile), reader.passage
     whole = reader.read_whole(profile)
     shape = (len(ways), len(BUDGETS))
@@ -313,7 +325,7 @@ def teach(
             yield () if known is None else known.weights
 
 
-class _Predictions(NamedTuple):
+class Predictions(NamedTuple):
     """Hold what a model predicts after a passage."""
 
     continuing: Logits
@@ -324,7 +336,7 @@ class _Predictions(NamedTuple):
     """For every fact, whether it is known."""
 
 
-class _Reader:
+class PassageReader:
     """Read a passage inside different budgets, and predict what follows."""
 
     def __init__(
@@ -334,24 +346,29 @@ class _Reader:
         passage: PlantedPassage,
         on_progress: Callable[[int], None],
     ) -> None:
+        """Read the passage with a model, which is kept open, and `settings.n_threads` threads.
+        `on_progress` is called with the number of tokens that were read since the last call.
+        """
         self._model = model
         self._settings = settings
         self.passage = passage
         self._on_progress = on_progress
         self._full_bytes = 2 * model.geometry.cached_values * len(passage.tokens)
 
-    def read_whole(self, profile: EntropyProfile) -> _Predictions:
+    def read_whole(self, profile: EntropyProfile) -> Predictions:
         """Read with everything kept."""
         return self._read(profile, "uniform", "f16", Budget("fraction", 1.0))
 
-    def read_inside(self, profile: EntropyProfile, fraction: float) -> _Predictions:
+    def read_inside(
+        self, profile: EntropyProfile, fraction: float, kv_type: str = "auto"
+    ) -> Predictions:
         """Read as policy auto does with this profile, inside a fraction of the bytes."""
         budget = Budget("bytes", max(1, int(fraction * self._full_bytes)))
-        return self._read(profile, "auto", "auto", budget)
+        return self._read(profile, "auto", kv_type, budget)
 
     def _read(
         self, profile: EntropyProfile, policy: str, kv_type: str, budget: Budget
-    ) -> _Predictions:
+    ) -> Predictions:
         passage, n_threads = self.passage, self._settings.n_threads
         questions = list(zip(passage.asked[::2], passage.asked[1::2], strict=True))
         repetition = [*passage.request, *passage.repeated]
@@ -381,7 +398,7 @@ class _Reader:
                 found = _rows(session, [*question, *answer[:-1]], len(answer))
                 right.append(_is_right(found, answer))
                 self._on_progress(len(question) + len(answer))
-        return _Predictions(continuing, repeating, np.array(right, bool))
+        return Predictions(continuing, repeating, np.array(right, bool))
 
 
 def _rows(session: Session, tokens: Sequence[int], n_last: int) -> Logits:

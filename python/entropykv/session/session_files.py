@@ -191,6 +191,10 @@ def _sequence(
     sequence.images = ImageSpans(images)
     sequence.logits = row if row.size else None
     sequence.echoed = min(contents.echoed, contents.position)
+    if sequence.echoed:
+        # Its lessons, if there were any, have been learnt: it stays the same text for a predictor.
+        sequence.is_teacher = True
+        sequence.note_lessons(0, sequence.echoed)
     return sequence
 
 
