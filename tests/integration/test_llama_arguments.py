@@ -102,7 +102,7 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
             {"type_k": llama_cpp.GGML_TYPE_F16, "kv_type": "q8_0"},
             "type_k is 1 but kv_type is 'q8_0'",
         ),
-        ({"type_k": 1, "type_v": 8}, "type_k is 1 but kv_type is 'auto'"),
+        ({"type_k": 1, "type_v": 8}, "K in f16 and V in q8_0: no store has these types"),
         ({"type_v": llama_cpp.GGML_TYPE_Q4_0, "kv_type": "f16"}, "type_v is 2 .* leave type_v out"),
         ({"kv_bugdet": 0.2}, "kv_bugdet is no argument"),
         ({"kv_type": "q4_0"}, "kv_type cannot be 'q4_0'"),

@@ -109,12 +109,11 @@ def split_arguments(
 
 def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptions:
     """Return `cache` with a kv_type derived from Llama's type_k and type_v, if it is `auto`."""
-    named = kv_type_of_numbers(arguments["type_k"], arguments["type_v"])
-    if cache.kv_type == "auto" and named is not None:
-        cache = replace(cache, kv_type=named)
+    numbers = (arguments["type_k"], arguments["type_v"])
+    if cache.kv_type == "auto" and numbers != (None, None):
+        return replace(cache, kv_type=kv_type_of_numbers(*numbers))
     stored = GGML_PAIRS.get(cache.kv_type, (None, None))
-    for name, of_stored in zip(("type_k", "type_v"), stored, strict=True):
-        number = arguments[name]
+    for name, number, of_stored in zip(("type_k", "type_v"), numbers, stored, strict=True):
         if number is not None and number != of_stored:
             raise SettingsError(
                 f"{name} is {number} but kv_type is {cache.kv_type!r}; leave {name} out, and give "

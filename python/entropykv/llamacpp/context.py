@@ -13,7 +13,7 @@ from entropykv import _core
 from entropykv.errors import ModelFileError, UnsupportedModelError
 from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.options import KV_PARTS
+from entropykv.settings.options import KV_PARTS, joint_kv_type
 
 CELL_PADDING = 256
 """llama.cpp rounds the number of its cells up to a multiple of this."""
@@ -30,15 +30,13 @@ GGML_PAIRS = {
 """llama.cpp's numbers of the types of K and of V, by the types in KV_TYPES."""
 
 
-def kv_type_of_numbers(of_keys: int | None, of_values: int | None) -> str | None:
-    """Return the type of KV_TYPES with llama.cpp's numbers for K and V; None as a number: as the
-    other one. None: there is none.
+def kv_type_of_numbers(of_keys: int | None, of_values: int | None) -> str:
+    """Return the type of KV_TYPES with llama.cpp's numbers for K and V, at least one of which is
+    not None: see joint_kv_type().
     """
-    pair = (
-        of_values if of_keys is None else of_keys,
-        of_keys if of_values is None else of_values,
-    )
-    return next((kv_type for kv_type, known in GGML_PAIRS.items() if known == pair), None)
+    names = {number: name for name, number in GGML_TYPES.items()}
+    of_parts = [None if n is None else names.get(n, f"type {n}") for n in (of_keys, of_values)]
+    return joint_kv_type(*of_parts)
 
 
 def context_parameters(

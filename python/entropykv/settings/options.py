@@ -44,16 +44,15 @@ _HOW = (
 
 
 def joint_kv_type(of_keys: str | None, of_values: str | None) -> str:
-    """Return the type of KV_TYPES with K and V of these types; None: as the other one.
-
-    Raises SettingsError if there is none.
+    """Return the type of KV_TYPES with K and V of these types; None: as the other one, so that only
+    one may be None. Raises SettingsError if there is none.
     """
     of_keys, of_values = of_keys or of_values, of_values or of_keys
     joint = str(of_keys) if of_keys == of_values else f"{of_keys}/{of_values}"
     if joint not in KV_TYPES:
         raise SettingsError(
-            f"K in {of_keys} and V in {of_values}: no store has these types; give --kv-type, as "
-            f"one of {', '.join(KV_TYPES)}"
+            f"K in {of_keys} and V in {of_values}: no store has these types; give --kv-type "
+            f"(kv_type) alone, as one of {', '.join(KV_TYPES)}"
         )
     return joint
 

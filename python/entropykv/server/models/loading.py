@@ -165,7 +165,7 @@ def _kv_type_of(options: ModelOptions) -> str:
     if options.type_k is None and options.type_v is None:
         return options.kv_type
     named = kv_type_of_numbers(options.type_k, options.type_v)
-    if named is None or options.kv_type not in ("auto", named):
+    if options.kv_type not in ("auto", named):
         raise SettingsError(
             f"type_k and type_v are {options.type_k} and {options.type_v}, but kv_type is "
             f"{options.kv_type!r}; give kv_type alone, as one of {', '.join(GGML_PAIRS)}"
