@@ -5,7 +5,9 @@ keys are stored in it, and the budgets and the attention of each sequence.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
+from entropykv.errors import EntropyKVError, SessionFileError
 from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, is_recurrent
 from entropykv.model.key_biases import KeyBias, read_key_biases
 from entropykv.policy.online import online_budgets
-from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
 from entropykv.store.headwise_budgets import HeadwiseBudgets
-from entropykv.store.headwise_state import HeadwiseState
 from entropykv.store.kv_heads import (
     KvHeadStore,
     ScorePrediction,
@@ -35,7 +37,15 @@ from entropykv.store.kv_heads import (
     refuse_by_kind,
 )
 from entropykv.store.protocol import CacheMapFunction, Reach, StoreContext, TokensToRead
-from entropykv.store.states import RollbackRange, SavedState, StoreCheckpoint, StoreState
+from entropykv.store.states import (
+    LOST,
+    DamagedState,
+    RollbackRange,
+    SavedState,
+    Section,
+    StoreCheckpoint,
+    StoreState,
+)
 
 KeyCentres = list[npt.NDArray[np.float32]]
 """For each layer, [KV head][centre, unit][value of a key], or an empty array."""
@@ -206,13 +216,12 @@ class HeadwiseStore(KvHeadStore):
             self.cold.serve(self._store)
             self.freezing = self.cold if self.cold.settings else None
             freezes = config.freezing is not None
-            online = online_budgets(
+            self._online = online_budgets(
                 policy, self._store, self.layers, config.n_ctx, config.profile, freezes=freezes
             )
-            self._state = HeadwiseState(
-                self._store, self.layers, policy, self.cold, online, self._recurrent
+            self.sharing = HeadwiseBudgets(
+                self._store, config, self.layers, self._online, self.cold
             )
-            self.sharing = HeadwiseBudgets(self._store, config, self.layers, online, self.cold)
             if context.pages is None:
                 self.sharing.take(plan)
             else:
@@ -236,7 +245,7 @@ class HeadwiseStore(KvHeadStore):
         Raises SessionFileError if someone has changed a file that pages are mapped from.
         """
         self.cold.check_file()
-        self._state.check_files()
+        self._check_files()
         position = reading.position
         rope_position = self._seen_position(position, reading.n_tokens)
         self.sharing.prepare(reading.n_tokens - reading.n_drafts, position, reading.n_echo)
@@ -281,7 +290,7 @@ class HeadwiseStore(KvHeadStore):
 
         Raises SessionFileError if a file was changed while the micro-batch read its pages.
         """
-        self._state.check_files()
+        self._check_files()
         if self._recurrent:
             self._recurrent.forget_cells()
         if self.sharing.observe(n_tokens):
@@ -325,21 +334,115 @@ class HeadwiseStore(KvHeadStore):
         ]
 
     def state(self) -> StoreState:
-        """Return the content to save: a section for every KV head."""
-        return self._state.save(self.rollback.whole_from)
+        """Return the content to save: a section for every KV head, layer by layer, then the
+        measurements of budgets that follow the text, and the state of recurrent layers, if there
+        are any.
+
+        The sections of the KV heads are made when they are read, and are padded so that a file of
+        them can be mapped.
+        """
+        rest = [] if self._online is None else [self._online.state().astype("<f8").tobytes()]
+        rest += [] if self._recurrent is None else [self._recurrent.save()]
+        core, heads = self._store, list(self._heads())
+        return StoreState(
+            entries=self._per_layer([core.count(*of) for of in heads]),
+            evicted=core.evicted,
+            section_bytes=[
+                *(core.state_bytes(*of) + core.state_padding(*of) for of in heads),
+                *map(len, rest),
+            ],
+            sections=itertools.chain((self._section(*of) for of in heads), rest),
+            recalls_now=self.cold.recalls_now,
+            whole_from=self.rollback.whole_from,
+        )
+
+    def _section(self, layer: int, kv_head: int) -> bytes:
+        with self.cold.reading():
+            section = self._store.save_head(layer, kv_head)
+        self._check_files()
+        return section + bytes(self._store.state_padding(layer, kv_head))
+
+    def _per_layer(self, of_heads: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of all KV heads, which `of_heads` has layer by layer, as
+        [layer][KV head].
+        """
+        return [list(layer) for layer in by_layer(of_heads, self.layers)]
+
+    def _check_files(self) -> None:
+        """Raise SessionFileError if someone has changed a file that has pages of the store."""
+        try:
+            self._store.check_files()
+        except _core.MappedFileError:
+            raise SessionFileError(LOST) from None
 
     def check_state(self, state: SavedState) -> None:
         """Check number, size, positions and importance of the entries of every KV head."""
-        self._state.check(state)
+        self.cold.check_loading()
+        heads, sections = list(self._heads()), state.sections
+        n_sections = len(heads) + (self._online is not None) + (self._recurrent is not None)
+        of_layers = [len(layer) for layer in state.entries]
+        if of_layers != [shape.n_head_kv for shape in self.layers] or len(sections) != n_sections:
+            raise DamagedState("other KV heads than the model has")
+        equal = self._config.policy.rule.by_layer
+        if equal and any(len(set(layer)) > 1 for layer in state.entries):
+            raise DamagedState("KV heads of a layer that keep different positions")
+        if self._online:
+            seen = sections[len(heads)]
+            problem = "a cut number" if len(seen) % 8 else self._online.problem(_floats(seen))
+            if problem:
+                raise DamagedState(problem)
+        for (layer, head), section in zip(heads, sections, strict=False):
+            count = state.entries[layer][head]
+            problem = self._store.state_problem(layer, count, section, state.position)
+            if problem:
+                raise DamagedState(f"KV head {head} of layer {layer} has {problem}")
 
     def load_state(self, state: SavedState) -> None:
-        """Reserve the pages, then copy the entries; heads that hold more than their budget
-        evict.
+        """Reserve room for everything, then replace the content; heads that hold more than their
+        budget evict.
+
+        Pages of a mapped file stay where they are if that is possible; else they are copied. If the
+        system takes back memory that was reserved, raises EntropyKVError, and the store is not
+        whole.
         """
+        counts = list(itertools.chain(*state.entries))
+        of_heads = state.sections[: len(counts)]
         with self.sharing.expecting(state.position):
-            self._state.load(state, self.sharing.shares, self.sharing.share)
+            with self._seen_as_in(state.sections), self.cold.growing():
+                self._store.begin_load(counts, of_heads, self.sharing.shares())
+            self._store.truncate(0)
+            self._store.evicted = state.evicted
+            self.sharing.share()
+            try:
+                if state.file is None or not self._store.adopt(state.file, counts, of_heads):
+                    for of, count, section in zip(self._heads(), counts, of_heads, strict=True):
+                        self._store.load_head(*of, count, section)
+            except MemoryError as error:
+                raise EntropyKVError(
+                    "other programs took the memory for a saved session while it was loaded; call "
+                    "reset() and load it again"
+                ) from error
+            self.cold.recalls_now = state.recalls_now
         self.shift = state.shift
         self.rollback.begin_from(state.whole_from)
+
+    @contextmanager
+    def _seen_as_in(self, sections: Sequence[Section]) -> Iterator[None]:
+        """Load the states of recurrent layers and online budgets before the `with` block, and
+        restore the former ones if the block raises.
+        """
+        state = self._recurrent.replace(sections[-1]) if self._recurrent else b""
+        seen = self._online.state() if self._online else None
+        if self._online:
+            self._online.load(_floats(sections[sum(1 for _ in self._heads())]))
+        try:
+            yield
+        except BaseException:
+            if self._recurrent:
+                self._recurrent.replace(state)
+            if self._online and seen is not None:
+                self._online.load(seen)
+            raise
 
     def take_share(self, pages: int, longest: int | None) -> None:
         """Hold at most `pages` pages, and evict the rest: see Pooled."""
@@ -378,22 +481,44 @@ class HeadwiseStore(KvHeadStore):
         """
         if self.cold.settings is not None:
             return None
-        return self._state.checkpoint(self.shift, self.rollback.whole_from)
+        core, whole_from = self._store.checkpoint(), self.rollback.whole_from
+        seen = None if self._online is None else self._online.state()
+        recurrent = b"" if self._recurrent is None else self._recurrent.save()
+        n_bytes = core.copied_bytes + len(recurrent) + (0 if seen is None else seen.nbytes)
+        return StoreCheckpoint(core, self.shift, whole_from, seen, recurrent, n_bytes, core.pages)
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:
         """Replace the content by that of a checkpoint; entries beyond the share are evicted.
 
-        `ends`: the checkpoint is dropped. Returns False if the pool has no room for the content;
-        then the store is empty.
+        `ends`: the checkpoint is dropped. Returns False if the pool has no room for the copies of
+        pages that this needs; then the store is empty.
         """
-        done = self._state.go_on_from(checkpoint, self.sharing.share, ends=ends)
+        if self._recurrent is not None:
+            self._recurrent.replace(checkpoint.recurrent)
+        self._store.truncate(0)
+        if self._online is not None and checkpoint.seen is not None:
+            self._online.load(checkpoint.seen)
+        self.sharing.share()
+        done = self._store.fork_from(checkpoint.core, ends)
         self.shift = checkpoint.shift if done else 0
         self.rollback.begin_from(checkpoint.whole_from if done else 0)
         return done
 
     def state_of(self, checkpoint: StoreCheckpoint) -> StoreState:
         """Return what state() would have returned when a checkpoint was made."""
-        return self._state.state_of(checkpoint)
+        core, store, heads = checkpoint.core, self._store, list(self._heads())
+        rest = [] if checkpoint.seen is None else [checkpoint.seen.astype("<f8").tobytes()]
+        rest += [checkpoint.recurrent] if checkpoint.recurrent else []
+        return StoreState(
+            entries=self._per_layer([store.checkpoint_count(core, *of) for of in heads]),
+            evicted=core.evicted,
+            section_bytes=[
+                *(store.checkpoint_state_bytes(core, *of) for of in heads),
+                *map(len, rest),
+            ],
+            sections=itertools.chain((store.save_checkpoint_head(core, *of) for of in heads), rest),
+            whole_from=checkpoint.whole_from,
+        )
 
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
@@ -429,3 +554,7 @@ def _core_of(
         freezing=cold.settings,
         pool=context.pages,
     )
+
+
+def _floats(section: Section) -> npt.NDArray[np.float64]:
+    return np.frombuffer(section, "<f8").astype(np.float64)

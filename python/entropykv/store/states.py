@@ -17,6 +17,11 @@ from entropykv.llamacpp.recurrent import RecurrentState, cannot_go_back
 
 Section = bytearray | memoryview
 """The bytes of a section of a saved state, which may be changed."""
+LOST = (
+    "the file of a saved session or document was changed while its entries were in use, so that "
+    "they are lost; load it again, and replace such files instead of writing to them"
+)
+"""The message of the error for entries that are lost with a mapped file."""
 
 
 @dataclass(frozen=True)
