@@ -17,7 +17,7 @@ from entropykv.calibration.measure import CalibrationSettings, calibrate, correl
 from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT
 from entropykv.profile.curves import CurveRules, average_curves
-from entropykv.session.echo import OVERLAP, REQUEST
+from entropykv.session.second_readings import OVERLAP, REQUEST
 from tests.support import reference
 from tests.support.calibration_texts import QUICK, some_texts
 from tests.support.command import assert_refused, entropykv

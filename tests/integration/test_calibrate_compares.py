@@ -34,7 +34,7 @@ from entropykv.policy.names import policy_named
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import NO_PROFILE, PREDICTOR_ONLY, WAYS
-from entropykv.session.echo import OVERLAP
+from entropykv.session.second_readings import OVERLAP
 from tests.architectures import MODELS
 from tests.support.architecture_models import some, written
 from tests.support.calibration_texts import QUICK

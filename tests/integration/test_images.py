@@ -15,8 +15,8 @@ import pytest
 from entropykv import Pool, Session
 from entropykv.errors import ContextError, ImageError, ModelFileError, UnsupportedModelError
 from entropykv.llamacpp import projector
-from entropykv.session.echo import LEAST_TOKENS
 from entropykv.session.images import ImageLimits
+from entropykv.session.second_readings import LEAST_ECHO
 from entropykv.session.sequence import is_placeholder
 from tests.architectures import MODELS
 from tests.support.architecture_models import written
@@ -195,7 +195,7 @@ def test_policy_auto_reads_text_twice_and_images_once(causal: VisionModel) -> No
         session.decode(prompt_of(session, TEXT + long).tokens)
         assert session.cache.evicted > 0
         sequence = session._slot.text
-        assert sequence.position - sequence.echoed < LEAST_TOKENS
+        assert sequence.position - sequence.echoed < LEAST_ECHO
         assert session.stats().kv_bytes_peak <= session.stats().kv_bytes_budget
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from entropykv import Session
-from entropykv.session.echo import Echo
+from entropykv.session.second_readings import Echo
 from entropykv.store.step import Part
 from tests.support.learnt import store_of
 from tests.support.logits import tokens_for

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from entropykv import ContextError, Pool, PoolError
-from entropykv.session import model_runner, shared_pool
+from entropykv.session import shared_pool
 from tests.architectures import MODELS
 from tests.support.logits import relative_error
 from tests.support.pools import N_CTX, PROMPTS, Steps, assert_equal, pool_of, together, written
@@ -156,7 +156,7 @@ def test_a_newcomer_waits_for_one_that_becomes_idle_meanwhile(
     monkeypatch.setattr(shared_pool, "IDLE_SECONDS", 1e6)
     late = 0.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late, sleep=time.sleep)
-    monkeypatch.setattr(model_runner, "time", clock)
+    monkeypatch.setattr(shared_pool, "time", clock)
     with pool_of(model, n_sequences=1, kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
         shared = pool.runner.shared

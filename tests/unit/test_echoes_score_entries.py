@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 
 from entropykv import _core
-from entropykv.session.echo import LEAST_CHUNK, LEAST_TOKENS, OVERLAP, Echo
+from entropykv.session.second_readings import LEAST_CHUNK, LEAST_ECHO, OVERLAP, Echo
 from tests.support.reference import (
     SCORING_INTERVAL,
     Floats,
@@ -209,7 +209,7 @@ def test_a_stretch_and_its_echo_fit_into_the_micro_batch() -> None:
 
 def test_an_echo_begins_before_its_stretch() -> None:
     echo = Echo(lambda _: [7, 8], 512)
-    chunk = list(range(100, 100 + LEAST_TOKENS))
+    chunk = list(range(100, 100 + LEAST_ECHO))
     assert echo.of([], chunk) == [7, 8, *chunk]
     assert echo.of([1, 2], chunk) == [7, 8, 1, 2, *chunk]
     assert echo.of(list(range(50)), chunk) == [7, 8, *range(50 - OVERLAP, 50), *chunk]
@@ -217,8 +217,8 @@ def test_an_echo_begins_before_its_stretch() -> None:
 
 def test_single_tokens_wait_for_an_echo_of_many() -> None:
     echo = Echo(lambda _: [7], 512)
-    assert echo.least_pending(LEAST_TOKENS, recent_window=100) == LEAST_TOKENS
-    assert echo.least_pending(1, recent_window=3) == LEAST_TOKENS
+    assert echo.least_pending(LEAST_ECHO, recent_window=100) == LEAST_ECHO
+    assert echo.least_pending(1, recent_window=3) == LEAST_ECHO
     assert echo.least_pending(1, recent_window=100) == 100
     assert echo.least_pending(1, recent_window=1000) == echo.chunk
 

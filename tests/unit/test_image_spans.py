@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from entropykv.session.echo import Echo
 from entropykv.session.images import placeholders_of
+from entropykv.session.second_readings import Echo
 from entropykv.session.sequence import ImageSpans, TokenSequence, is_placeholder, text_before_image
 
 

@@ -32,8 +32,7 @@ from entropykv.profile.ways import (
     WayComparison,
     best_way,
 )
-from entropykv.session.echo import OVERLAP, REQUEST
-from entropykv.session.second_readings import LEAST_TEXTS
+from entropykv.session.second_readings import LEAST_TEXTS, OVERLAP, REQUEST
 from entropykv.session.session import Session
 from entropykv.settings.options import Budget
 

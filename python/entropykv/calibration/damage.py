@@ -17,7 +17,7 @@ from entropykv.calibration.observe import Observer
 from entropykv.calibration.predictions import LEAST_TEXT, half_of, predictions_after_half
 from entropykv.llamacpp.distributions import mean_divergence
 from entropykv.profile.curves import MOST_DAMAGE, FloatArray
-from entropykv.session.echo import REQUEST
+from entropykv.session.second_readings import REQUEST
 
 RECENT_WINDOW = 32
 

@@ -23,8 +23,7 @@ from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.growing import GrowingPredictor
 from entropykv.profile.predictor import Lessons, ScorePredictor, lookups_of
-from entropykv.session.echo import LEAST_TOKENS, Echo
-from entropykv.session.second_readings import value_features
+from entropykv.session.second_readings import LEAST_ECHO, Echo, value_features
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
 from entropykv.store.step import decode_inside
@@ -163,7 +162,7 @@ class _EchoReader:
             self._store.truncate(0)
         for start in range(first, len(tokens), self._echo.chunk):
             chunk = tokens[start : start + self._echo.chunk]
-            echo = self._echo.of(tokens[:start], chunk) if len(chunk) >= LEAST_TOKENS else []
+            echo = self._echo.of(tokens[:start], chunk) if len(chunk) >= LEAST_ECHO else []
             self._decode(chunk, start, echo)
 
     def lessons(self) -> Lessons:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from entropykv.llamacpp.distributions import Logits
-from entropykv.session.echo import OVERLAP
+from entropykv.session.second_readings import OVERLAP
 
 LEAST_TEXT = 256
 """The shortest text in tokens; half of a shorter one hardly exceeds the protected entries."""

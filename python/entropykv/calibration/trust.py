@@ -29,7 +29,7 @@ from entropykv.profile.curves import (
     Rows,
     head_loss,
 )
-from entropykv.session.echo import OVERLAP, REQUEST
+from entropykv.session.second_readings import OVERLAP, REQUEST
 
 COMPARED = KEEP_FRACTIONS[2:5]
 """The kept fractions of the text that are compared: 1/32 to 1/8, as with small budgets."""

@@ -129,7 +129,7 @@ class Importance:
 
     @property
     def repeats(self) -> bool:
-        """Tell whether every text must be read twice to rank its entries: see session/echo.py."""
+        """Tell whether every text must be read twice to rank its entries: see SecondReadings."""
         return self._row.of_echoes or "echo" in self.modifiers
 
     @property

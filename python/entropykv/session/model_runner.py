@@ -24,11 +24,10 @@ from entropykv.model.geometry import read_loadable
 from entropykv.policy.resolved_config import config_for
 from entropykv.session.drafter import Drafter, DraftModels, FunctionDrafter, NgramDrafter
 from entropykv.session.drafting import StepCosts
-from entropykv.session.echo import longest_part
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.kept_texts import KeptTexts
 from entropykv.session.scheduler import Scheduler, Work
-from entropykv.session.second_readings import SecondReadings
+from entropykv.session.second_readings import SecondReadings, longest_part
 from entropykv.session.sequence import TokenSequence
 from entropykv.session.shared_pool import SequenceSlot, SharedPool
 from entropykv.session.stats import Trajectory
@@ -262,18 +261,6 @@ class ModelRunner:
         if self._ends:
             self._free()
 
-    def foresee(self, slot: SequenceSlot) -> None:
-        """Enlarge a share for the expected text if the new share holds the whole text.
-
-        If it does not, the share stays for now, so that echoes score the entries before any of them
-        are evicted.
-        """
-        if slot.live and slot.expected <= slot.shared_for:
-            return
-        with self.live_store(slot):
-            if self.shared.holds_whole(slot):
-                self.shared.note_growth(slot)
-
     def _leave(self, slot: SequenceSlot) -> None:
         if slot not in self.slots:
             return
@@ -326,33 +313,17 @@ class ModelRunner:
         """
         while True:
             with self.exclusively(slot):
-                if self._is_live_now(slot):
+                if self.shared.is_live_now(slot):
                     yield slot.store
                     return
             time.sleep(_CHECK_INTERVAL)
-
-    def _is_live_now(self, slot: SequenceSlot) -> bool:
-        """Make a sequence live, unless others must be read first; raises PoolError if there can be
-        no room.
-        """
-        _check_there(slot)
-        if slot.live:
-            return True
-        # Both calls below get the same time, because a sequence may become idle between them.
-        now = time.monotonic()
-        try:
-            self.shared.make_live(slot, now)
-        except PoolError:
-            if self.shared.another_reads(slot, now):
-                return False
-            raise
-        return True
 
     def _admit(self, work: Work) -> bool:
         """Make a waiting sequence live; returns False if others must be read first."""
         slot = cast(SequenceSlot, work.owner)
         try:
-            if not self._is_live_now(slot):
+            _check_there(slot)
+            if not self.shared.is_live_now(slot):
                 return False
             # A part that is only an echo has no tokens: the share must not change before the echo
             # has scored the entries.

@@ -11,9 +11,9 @@ import numpy as np
 from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.drafter import Drafter
 from entropykv.session.drafting import Drafting
-from entropykv.session.echo import LEAST_TOKENS, Echo
 from entropykv.session.images import ImagePart, no_projector
 from entropykv.session.model_runner import ModelRunner
+from entropykv.session.second_readings import LEAST_ECHO, Echo
 from entropykv.session.sequence import is_placeholder, text_before_image
 from entropykv.session.session_text import SessionText
 from entropykv.session.shared_pool import SequenceSlot
@@ -118,7 +118,7 @@ class SequenceReader:
             chunk, ids = ids[:size], ids[size:]
             n_rows = min(len(chunk), max(0, n_last - len(ids)))
             part = self._part(chunk, n_rows, image)
-            part.echo = self._echo_of(chunk) if repeats and len(chunk) >= LEAST_TOKENS else []
+            part.echo = self._echo_of(chunk) if repeats and len(chunk) >= LEAST_ECHO else []
             part.recalls = config.recalls_before_end or n_before < len(chunk)
             yield self._read_micro_batch(part, arrival, image, continues=continues)
             continues = config.recall_micro_batch <= len(chunk) < config.n_ubatch
@@ -300,14 +300,17 @@ class SequenceReader:
 
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget must evict entries of the text if it grows by n_tokens."""
-        self._runner.foresee(self._slot)
-        return self._slot.text.position + n_tokens > self._store.reach().whole
+        slot = self._slot
+        if not slot.live or slot.expected > slot.shared_for:
+            with self._runner.live_store(slot):
+                self._runner.shared.foresee(slot)
+        return slot.text.position + n_tokens > self._store.reach().whole
 
     def _awaits_echoes(self, n_tokens: int, ahead: int = 0) -> bool:
         """Tell whether echoes of written text must begin now, before the budget is full, so that no
         token waits long. `ahead`: how many further tokens will be written first.
         """
-        if self._echo is None or n_tokens >= LEAST_TOKENS:
+        if self._echo is None or n_tokens >= LEAST_ECHO:
             return False
         whole = self._store.reach().whole
         if whole >= self._runner.config.n_ctx:
@@ -339,7 +342,7 @@ class SequenceReader:
                 with self._runner.live_store(slot) as store:
                     self._runner.second_readings.teach(store, slot, first, last)
             text.echoed = last
-            if n_tokens < LEAST_TOKENS or self._echo is None:
+            if n_tokens < LEAST_ECHO or self._echo is None:
                 break
         with self._runner.live_store(slot) as store:
             if store.sharing is not None:

@@ -442,7 +442,6 @@ class SharedPool:
         self.kept_texts = kept_texts
         kept_texts.can_be_cut = not context.recurrent
         self._config = config
-        self._layers = context.layers
         self._slots = slots
         self._is_waiting = is_waiting
         self._n_sequences = config.options.n_sequences or 1
@@ -451,7 +450,6 @@ class SharedPool:
         """How many entries were evicted from sequences that no longer exist."""
         self.n_let_go = 0
         """How many idle sessions were closed to make room."""
-        self._budget = config.options.budget
         self._shares: Shares = shares_of(context, config)
         if context.pages is not None:
             context.pages.on_full(self._free_pages)
@@ -562,9 +560,21 @@ class SharedPool:
                 "with a Pool"
             )
 
-    def another_reads(self, slot: SequenceSlot, now: float) -> bool:
-        """Tell whether another live sequence is in use, so that a place may become free later."""
-        return any(not each.is_idle(now) for each in self.live if each is not slot)
+    def is_live_now(self, slot: SequenceSlot) -> bool:
+        """Make a sequence live; returns False if there is no room as long as another one reads.
+        Raises PoolError if there can be no room.
+        """
+        if slot.live:
+            return True
+        # Everything below gets the same time, because a sequence may become idle meanwhile.
+        now = time.monotonic()
+        try:
+            self.make_live(slot, now)
+        except PoolError:
+            if any(not each.is_idle(now) for each in self.live if each is not slot):
+                return False
+            raise
+        return True
 
     def make_live(self, slot: SequenceSlot, now: float) -> None:
         """Give a sequence a share: first swap out sequences that are idle now, if not all texts
@@ -692,12 +702,16 @@ class SharedPool:
         self._make_way(slot)
         self._shares.note_growth(slot, self.live)
 
-    def holds_whole(self, slot: SequenceSlot) -> bool:
-        """Tell whether a live sequence's share will hold its whole expected text, once idle
-        sequences have made room for it.
+    def foresee(self, slot: SequenceSlot) -> None:
+        """Enlarge the share of a live sequence for its expected text if the new share holds the
+        whole text, once idle sequences have made room for it.
+
+        If it does not, the share stays for now, so that echoes score the entries before any of them
+        are evicted.
         """
         self._make_way(slot)
-        return self._shares.hold_whole(slot, self.live)
+        if self._shares.hold_whole(slot, self.live):
+            self._shares.note_growth(slot, self.live)
 
     def _make_way(self, slot: SequenceSlot) -> None:
         """Swap out idle sequences if a live one becomes longer than the shares have planned for, as
@@ -720,4 +734,3 @@ class SharedPool:
             if not self._shares.are_possible(self.live, budget):
                 self.swap_out(slot)
         self._shares.resize(budget, self.live)
-        self._budget = budget

@@ -259,7 +259,6 @@ class ColdSide:
     ) -> None:
         """Make the file if frozen entries go to disk."""
         self.settings: _core.FreezeSettings | None = None
-        self._freezing = freezing
         self._file: ColdFile | None = None
         self._store: _core.HeadwiseStore | None = None
         self._peak = 0

@@ -104,13 +104,12 @@ class FlatStore(Store):
         model: Model,
         config: ResolvedConfig,
         context: FlatContext,
-        budget: Budget | None = None,
+        budget: Budget,
     ) -> None:
         """Give a context as many cells as the budget and one micro-batch need.
 
-        `budget` None: that of the config. Raises UnsupportedModelError if the budget is below the
-        context and the architecture of the model is in WITHOUT_HOLES, and BudgetError for a budget
-        that is too small.
+        Raises UnsupportedModelError if the budget is below the context and the architecture of the
+        model is in WITHOUT_HOLES, and BudgetError for a budget that is too small.
         """
         options, geometry = config.options, model.geometry
         if config.profile:
@@ -158,7 +157,7 @@ class FlatStore(Store):
     def shift(self, shift: int) -> None:
         self._store.shift = shift
 
-    def _plan(self, budget: Budget | None) -> FlatPlan:
+    def _plan(self, budget: Budget) -> FlatPlan:
         plan = self._config.flat_plan(budget)
         if plan.entries < self._config.n_ctx and self._model.geometry.architecture in WITHOUT_HOLES:
             raise UnsupportedModelError(
