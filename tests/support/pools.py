@@ -30,10 +30,15 @@ def written(session: Session, prompt: Sequence[int], n: int) -> Rows:
     """Return the logits of a prompt's last token, and of each of n tokens that are written greedily
     after it.
     """
+    rows = _written(session, prompt, n)
+    session.rest()
+    return rows
+
+
+def _written(session: Session, prompt: Sequence[int], n: int) -> Rows:
     rows = [session.decode(prompt)[-1]]
     for _ in range(n):
         rows.append(session.decode([int(rows[-1].argmax())])[-1])
-    session.rest()
     return rows
 
 
@@ -84,10 +89,16 @@ def read_in_one_step(pool: Pool, sessions: Sequence[Session], tokens: Sequence[i
 
 
 def together(sessions: Sequence[Session], prompts: Sequence[list[int]], n: int) -> list[Rows]:
-    """Return what written() returns, for several conversations that run at the same time."""
-    return in_threads(
+    """Return what written() returns, for several conversations that run at the same time.
+
+    Each rests when all have ended: before, its share would go to those that still write.
+    """
+    rows = in_threads(
         [
-            lambda s=session, p=prompt: written(s, p, n)
+            lambda s=session, p=prompt: _written(s, p, n)
             for session, prompt in zip(sessions, prompts, strict=True)
         ]
     )
+    for session in sessions:
+        session.rest()
+    return rows
