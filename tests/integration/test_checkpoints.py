@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Pool, Session, SettingsError
-from entropykv.session import session_text
+from entropykv.session import shared_pool
 from entropykv.session.reuse import LEAST_SPARED, Demand
 from tests.architectures import MODELS
 from tests.support.llamas import QUIET
@@ -125,7 +125,7 @@ def test_within_a_prompt_they_are_kept_at_intervals(
     """If something was evicted, or layers are recurrent, later checkpoints cannot be cut to an
     earlier end.
     """
-    monkeypatch.setattr(session_text, "INTERVAL", 2 * PIECE)
+    monkeypatch.setattr(shared_pool, "INTERVAL", 2 * PIECE)
     if name != "llama":
         model = tmp_path / f"{name}.gguf"
         write_known(model, MODELS[name])

@@ -116,15 +116,17 @@ def test_with_the_same_shares_the_logits_are_those_alone(model: Path, policy: st
             assert_equal(rows, written(session, prompt, 24))
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "auto", "uniform"])
 @pytest.mark.parametrize("kv_budget", [48, 64, 80, 96])
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_a_pool_gives_the_logits_of_a_session(model: Path, n_threads: int, kv_budget: int) -> None:
+def test_a_pool_gives_the_logits_of_a_session(
+    model: Path, n_threads: int, kv_budget: int, policy: str
+) -> None:
     """A pool gives a session's logits to the bit, if products are computed equally for one token
-    and for many, and if budgets do not follow the text: those that do are shared for the length
-    that a pool expects of a text, and without a pool for the context.
+    and for many, and if the budget fills whole pages, which a pool shares.
     """
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_ubatch": PIECE, "kv_type": "q8_0"}
-    same: dict[str, Any] = {"n_threads": n_threads, "kv_budget": kv_budget, "policy": "uniform"}
+    same: dict[str, Any] = {"n_threads": n_threads, "kv_budget": kv_budget, "policy": policy}
     with Session(model, **same, **options) as session:
         expected = written(session, PROMPTS[4], 20)
     with pool_of(model, n_sequences=3, **same) as pool:

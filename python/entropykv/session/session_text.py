@@ -10,11 +10,6 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.reuse import Demand, HeldText
 from entropykv.session.shared_pool import SequenceSlot
 
-INTERVAL = 1024
-"""In a long prompt, a checkpoint is kept every INTERVAL tokens if a later checkpoint could not be
-cut to less text: because something was evicted, or because layers are recurrent.
-"""
-
 
 class SessionText:
     """Truncate the text of a sequence, keep checkpoints of it, and return to them.
@@ -113,11 +108,12 @@ class SessionText:
         slot.writes = writes
 
     def note_interval(self, n_tokens: int) -> None:
-        """Keep a checkpoint within a prompt if its last `n_tokens` have crossed a multiple of
-        INTERVAL and later checkpoints could not be cut.
+        """Keep a checkpoint within a prompt if its last `n_tokens` have reached a place for one,
+        and later checkpoints could not be cut to less text: because something was evicted, or
+        because layers are recurrent.
         """
         position = self._slot.text.position
-        crossed = position // INTERVAL > (position - n_tokens) // INTERVAL
+        crossed = self._runner.shared.next_checkpoint(position - n_tokens) <= position
         if crossed and (self._slot.store.evicted > 0 or self._slot.store.context.recurrent):
             self.keep_checkpoint()
 

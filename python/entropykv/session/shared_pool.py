@@ -34,6 +34,10 @@ GROWTH_STEP = 64
 """Expected lengths of texts are rounded up to multiples of this many tokens, so that shares do not
 change with every token.
 """
+INTERVAL = 1024
+"""Within a long prompt, a checkpoint may be kept every INTERVAL tokens: see
+SessionText.note_interval().
+"""
 LEAST_CHANGE = 1 / 16
 """Shares change only if a new measurement of losses would change one by at least this fraction."""
 
@@ -198,11 +202,6 @@ class WholeBudget(Shares):
     ) -> bool:
         """Return True, because the store itself checks its budget."""
         return True
-
-    def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: ARG002
-        """Let the store plan for the expected length of the text."""
-        if slot.store.sharing is not None:
-            slot.store.sharing.expect(slot.expected)
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
         """Return False, because the store itself knows what it holds whole."""
@@ -700,7 +699,20 @@ class SharedPool:
         that are idle are swapped out before they lose any.
         """
         self._make_way(slot)
+        if slot.store.sharing is not None:
+            slot.store.sharing.expect(min(slot.expected, self.next_checkpoint(slot.position)))
         self._shares.note_growth(slot, self.live)
+
+    def next_checkpoint(self, position: int) -> int:
+        """Return the next position, behind this one, at which a checkpoint may be kept within a
+        prompt; n_ctx if no checkpoints are kept.
+
+        Budgets foresee no text beyond it, because the content of a checkpoint must not depend on
+        text that follows.
+        """
+        if self.kept_texts.checkpoint_limit == 0:
+            return self._config.n_ctx
+        return (position // INTERVAL + 1) * INTERVAL
 
     def foresee(self, slot: SequenceSlot) -> None:
         """Enlarge the share of a live sequence for its expected text if the new share holds the

@@ -293,9 +293,7 @@ class HeadwiseBudgets:
 
     def _growth(self) -> float:
         """Return the factor by which the part of the text beyond the floor will grow until all
-        expected tokens are read.
-
-        In a pool it is 1, because the content of a checkpoint must not depend on later text.
+        expected tokens are read: see SharedPool.next_checkpoint().
         """
         beyond = self._end - self.plan.floor_entries
         longer = self._expected - self.plan.floor_entries
