@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Rung, Session
+from entropykv.settings.options import KV_TYPES
 from tests.support.freeze_and_restore import frozen_entries
 from tests.support.frozen_sessions import (
-    KV_TYPES,
     check_all_is_there,
     least_limit,
     session_of,

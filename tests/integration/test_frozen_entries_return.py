@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Session
+from entropykv.settings.options import KV_TYPES
 from entropykv.settings.recovery import Rung
 from tests.support.freeze_and_restore import freeze_and_restore
 from tests.support.frozen_sessions import (
-    KV_TYPES,
     check_all_is_there,
     least_limit,
     session_of,

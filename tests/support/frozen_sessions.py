@@ -11,8 +11,6 @@ from entropykv import BudgetError, Freezing, Session
 from tests.support.freeze_and_restore import frozen_entries
 from tests.support.saved_sessions import all_entries
 
-KV_TYPES = ("f16", "q8_0")
-
 
 def session_of(path: Path, **options: Any) -> Session:
     defaults = {"n_ctx": 512, "kv_budget": 96, "n_ubatch": 64, "n_threads": 1, "freeze": "ram"}

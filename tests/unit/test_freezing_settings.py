@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from entropykv import EntropyLlama, Freezing, Session, SettingsError, UnsupportedModelError
 from entropykv.cli.options import add_freeze_options
 from entropykv.policy.resolved_config import freezing_of
-from entropykv.settings.freezing import COLD_TYPES
-from entropykv.settings.options import Budget, parse_bytes
+from entropykv.settings.freezing import COLD_CHOICES
+from entropykv.settings.options import KV_TYPES, Budget, parse_bytes
 
 
 def test_the_defaults_are_the_document_s() -> None:
@@ -83,14 +83,16 @@ def test_impossible_values_are_refused_by_name(change: dict[str, Any], words: st
         Freezing(**change)
 
 
-@given(st.sampled_from(COLD_TYPES), st.sampled_from(COLD_TYPES))
+@given(st.sampled_from(COLD_CHOICES[1:]), st.sampled_from(KV_TYPES))
 def test_frozen_entries_are_never_wider_than_the_store_s(cold: str, hot: str) -> None:
-    bits = {"f16": 16, "q8_0": 8, "q4_0": 4}
+    bits = {"f16": (16, 16), "q8_0": (8, 8), "q4_0": (4, 4), "q8_0/iq4_nl": (8, 4)}
     freezing = Freezing(kv_type=cold)
-    if bits[cold] <= bits[hot]:
+    narrower = all(c <= h for c, h in zip(bits[cold], bits[hot], strict=True))
+    # Values alone are only in 4 bits where the store has them so.
+    if narrower and (cold == hot or cold != "q8_0/iq4_nl"):
         assert freezing.type_for(hot) == cold
     else:
-        with pytest.raises(SettingsError, match=f"{cold}, wider than the store's {hot}; use"):
+        with pytest.raises(SettingsError, match=f"cannot be {cold} where the store has {hot}; use"):
             freezing.type_for(hot)
     assert Freezing().type_for(hot) == hot
     assert freezing.type_for("auto") == cold  # The type of the store is not decided yet.
@@ -191,7 +193,10 @@ def test_a_session_knows_what_it_freezes_with(tiny_llama: Path) -> None:
             "cannot follow policy rolling-freeze.*--store headwise",
         ),
         ({"freeze": "tape"}, "freeze cannot be 'tape'"),
-        ({"freeze": Freezing(kv_type="f16"), "kv_type": "q8_0"}, "wider than the store's q8_0"),
+        (
+            {"freeze": Freezing(kv_type="f16"), "kv_type": "q8_0"},
+            "cannot be f16 where the store has q8_0",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", [Session, EntropyLlama])
@@ -208,7 +213,7 @@ def test_freezing_that_cannot_be_is_refused_before_the_weights_are_read(
 
 
 def test_a_type_that_turns_out_too_wide_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(SettingsError, match="wider than the store's q8_0"):
+    with pytest.raises(SettingsError, match="cannot be f16 where the store has q8_0; use"):
         Session(tiny_llama, n_ctx=64, kv_budget=0.5, freeze=Freezing(kv_type="f16"))
 
 

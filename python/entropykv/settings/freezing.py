@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
 from entropykv.settings.declared import check_declared, option
-from entropykv.settings.options import KV_PARTS, MOST_BYTES, parse_bytes
+from entropykv.settings.options import MOST_BYTES, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"
-COLD_TYPES = ("f16", "q8_0", "q4_0")
-"""The types of frozen entries; the widest is first."""
-COLD_CHOICES = ("auto", *COLD_TYPES)
+COLD_TYPES = {
+    "f16": ("f16", "q8_0", "q4_0"),
+    "q8_0": ("q8_0", "q4_0"),
+    "q8_0/iq4_nl": ("q8_0/iq4_nl", "q4_0"),
+}
+"""The types of frozen entries, by those of the store: its own, and narrower ones."""
+COLD_CHOICES = ("auto", *dict.fromkeys(itertools.chain(*COLD_TYPES.values())))
 WHERE = "ram|disk:DIR"
 RECALL_MICRO_BATCHES = (16, 64)
 """How many tokens are read at a time while frozen entries are searched: at the end of a prompt, and
@@ -155,18 +160,17 @@ class Freezing:
     def type_for(self, kv_type: str) -> str:
         """Return the type of frozen entries in a store with entries of type `kv_type`.
 
-        Raises SettingsError for a wider type, which would only waste bytes.
+        Raises SettingsError for a type that is neither the store's nor narrower.
         """
         if self.kv_type == "auto":
             return kv_type
         if kv_type == "auto":
             return self.kv_type
-        of_keys, of_values = KV_PARTS.get(kv_type, (kv_type, kv_type))
-        wider = COLD_TYPES.index(of_keys) - COLD_TYPES.index(self.kv_type)
-        if wider > 0 or (wider == 0 and of_values != of_keys):
+        possible = COLD_TYPES[kv_type]
+        if self.kv_type not in possible:
             raise SettingsError(
-                f"frozen entries cannot be {self.kv_type}, wider than the store's {kv_type}; use "
-                f"--freeze-type auto, or --kv-type {self.kv_type}"
+                f"frozen entries cannot be {self.kv_type} where the store has {kv_type}; use "
+                f"--freeze-type {' or '.join(possible)}"
             )
         return self.kv_type
 
