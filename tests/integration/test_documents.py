@@ -471,6 +471,16 @@ def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(
     assert figures["prompt_tokens"] + figures["generated_tokens"] <= trained
 
 
+def test_a_document_of_another_model_is_refused_though_its_policy_needs_a_profile(
+    smollm2: Path, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "book.kv"
+    read(smollm2, path)
+    assert "profile:" in document_header(path).settings.policy
+    result = entropykv("run", "-m", tiny_llama, "-p", "x", "--document", path)
+    assert_refused(result, "another model file", "Smollm2")
+
+
 def test_options_that_do_not_go_with_a_document_are_refused(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ from entropykv.llamacpp.model_options import (
     read_overrides,
 )
 from entropykv.policy.resolved_config import cache_options_of
+from entropykv.session.file import check_model
 from entropykv.session.memory_plan import mean_of, memory_warning
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
@@ -355,6 +356,9 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         verbose=options.verbose,
         options=tuning,
     )
+    # The policy that was taken from a document of another model may be impossible with this one.
+    for header in getattr(options, "document_headers", ()):
+        check_model(header.settings, model.identity, model.name, str(header.path))
     trained = model.geometry.n_ctx_train
     if options.ctx_size is None:
         cache = dataclasses.replace(cache, kv_budget=cache.budget.of_context(trained))

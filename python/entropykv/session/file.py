@@ -34,7 +34,7 @@ import os
 import shutil
 import stat
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,17 +179,26 @@ class SavedContents:
         return sum(map(sum, self.entries))
 
 
+def check_model(
+    theirs: SavedSettings, fingerprint: Mapping[str, Any], name: str, where: str
+) -> None:
+    """Raise SessionFileError if a session was saved with another model than the one with this
+    fingerprint and name. `where`: the name of the file.
+    """
+    if theirs.fingerprint != fingerprint:
+        raise SessionFileError(
+            f"{where}: was saved with another model file ({theirs.model}) than this one "
+            f"({name}); load it with that file"
+        )
+
+
 def check_settings(theirs: SavedSettings, ours: SavedSettings, where: str) -> None:
     """Raise SessionFileError, naming the setting, if a session that was saved with `theirs` cannot
     be loaded by one with `ours`. `where`: the name of the file.
 
     Context, budget, sinks and recent window may differ: the entries decide whether they fit.
     """
-    if theirs.fingerprint != ours.fingerprint:
-        raise SessionFileError(
-            f"{where}: was saved with another model file ({theirs.model}) than this one "
-            f"({ours.model}); load it with that file"
-        )
+    check_model(theirs, ours.fingerprint, ours.model, where)
     for field, option in (("store", "--store"), ("kv_type", "--kv-type"), ("policy", "--policy")):
         value, own = getattr(theirs, field), getattr(ours, field)
         if value != own:
