@@ -103,6 +103,7 @@ def test_a_lora_adapter_stays_in_force(tiny_llama: Path, tmp_path: Path, store: 
             "type_k is 1 but kv_type is 'q8_0'",
         ),
         ({"type_k": 1, "type_v": 8}, "K in f16 and V in q8_0: no store has these types"),
+        ({"type_v": 20, "kv_type": "f16"}, "type_v is 20 but kv_type is 'f16'"),
         ({"type_v": llama_cpp.GGML_TYPE_Q4_0, "kv_type": "f16"}, "type_v is 2 .* leave type_v out"),
         ({"kv_bugdet": 0.2}, "kv_bugdet is no argument"),
         ({"kv_type": "q4_0"}, "kv_type cannot be 'q4_0'"),
@@ -162,6 +163,8 @@ def test_agreeing_types_are_accepted(tiny_llama: Path) -> None:
         ("q8_0", int8, int8),
         ("f16", half, half),
         ("q8_0/iq4_nl", int8, int4),
+        ("q8_0/iq4_nl", None, int4),
+        ("q8_0", int8, None),
     ):
         llm = EntropyLlama(str(tiny_llama), n_ctx=64, type_k=of_keys, type_v=of_values, **QUIET)
         assert llm.kv_stats().kv_type == name

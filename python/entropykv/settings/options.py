@@ -44,17 +44,17 @@ _HOW = (
 
 
 def joint_kv_type(of_keys: str | None, of_values: str | None) -> str:
-    """Return the type of KV_TYPES with K and V of these types; None: as the other one, so that only
-    one may be None. Raises SettingsError if there is none.
+    """Return the first of KV_TYPES with K and V of these types; None: any type, so that only one
+    may be None. Raises SettingsError if there is none.
     """
-    of_keys, of_values = of_keys or of_values, of_values or of_keys
-    joint = str(of_keys) if of_keys == of_values else f"{of_keys}/{of_values}"
-    if joint not in KV_TYPES:
-        raise SettingsError(
-            f"K in {of_keys} and V in {of_values}: no store has these types; give --kv-type "
-            f"(kv_type) alone, as one of {', '.join(KV_TYPES)}"
-        )
-    return joint
+    for joint, (keys, values) in KV_PARTS.items():
+        if of_keys in (None, keys) and of_values in (None, values):
+            return joint
+    asked = (f"{part} in {kind}" for part, kind in (("K", of_keys), ("V", of_values)) if kind)
+    raise SettingsError(
+        f"{' and '.join(asked)}: no store has these types; give --kv-type (kv_type) alone, as one "
+        f"of {', '.join(KV_TYPES)}"
+    )
 
 
 def parse_bytes(text: str) -> int | None:
