@@ -118,7 +118,9 @@ def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
         assert np.isfinite(second.decode(asked)).all()
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("llama", 96), ("jamba", N_CTX)])
+@pytest.mark.parametrize(
+    ("name", "tokens"), [*(("llama", n) for n in (64, 80, 96)), ("jamba", N_CTX)]
+)
 def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
