@@ -11,11 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
-from entropykv.errors import (
-    EntropyKVError,
-    PoolError,
-    SettingsError,
-)
+from entropykv.errors import EntropyKVError, PoolError, SettingsError
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.projector import Projector
@@ -287,7 +283,7 @@ class ModelRunner:
         with self.scheduler.between_steps():
             if self._in_step:
                 raise EntropyKVError("a step is being made; change the session after it")
-            _check_there(slot)
+            self.check_open(slot)
             yield
 
     @property
@@ -322,7 +318,7 @@ class ModelRunner:
         """Make a waiting sequence live; returns False if others must be read first."""
         slot = cast(SequenceSlot, work.owner)
         try:
-            _check_there(slot)
+            self.check_open(slot)
             if not self.shared.is_live_now(slot):
                 return False
             # A part that is only an echo has no tokens: the share must not change before the echo
@@ -418,8 +414,3 @@ class ModelRunner:
         if self.draft_model is not None:
             self.draft_model.close()
         self.model.close()
-
-
-def _check_there(slot: SequenceSlot) -> None:
-    if slot.gone:
-        raise EntropyKVError(_CLOSED)
