@@ -126,7 +126,7 @@ class SavedContents:
 
     position: int
     echoed: int
-    """For how many of the first tokens echoes have scored the entries: see echo.py."""
+    """For how many of the first tokens echoes have scored the entries: see second_readings.py."""
     n_tokens: int
     """How many tokens of the text were read."""
     n_logits: int

@@ -134,7 +134,7 @@ class TokenSequence:
         self.logits: Logits | None = None
         """The logits of the last token, (n_vocab,); None without tokens and after truncate()."""
         self.echoed = 0
-        """For how many of the first tokens echoes have scored the entries: see echo.py."""
+        """For how many of the first tokens echoes have scored the entries: see second_readings."""
         self.is_teacher = False
         """True if the text has given lessons to a predictor: see second_readings.py."""
         self.n_taught = 0
