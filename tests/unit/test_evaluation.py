@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_references_come_back_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks = [logits(3), logits(2)]
-    with References(50, 1, 5) as references:
+    with closing(References(50, 1, 5)) as references:
         references.write("text", iter(blocks), lambda: [7, 8])
         assert references.greedy("text") == [7, 8]
         assert np.array_equal(references.rows("text", 0, 5), np.concatenate(blocks))
@@ -142,11 +143,11 @@ def test_references_come_back_from_the_disk(
     def interrupted() -> list[int]:
         raise KeyboardInterrupt
 
-    with References(50, 2, 5, tmp_path / "kept") as references:
+    with closing(References(50, 2, 5, tmp_path / "kept")) as references:
         references.write("text", iter(blocks), lambda: [7])
         with pytest.raises(KeyboardInterrupt):
             references.write("other", iter(blocks), interrupted)
-    with References(50, 2, 5, tmp_path / "kept") as references:
+    with closing(References(50, 2, 5, tmp_path / "kept")) as references:
         assert references.has("text")
         assert not references.has("other")
         assert np.array_equal(references.rows("text", 3, 2), blocks[1])
@@ -157,7 +158,7 @@ def test_references_come_back_from_the_disk(
     with pytest.raises(EntropyKVError, match="TMPDIR"):
         References(50, 1, 5)
     # Only the missing rest needs space, so that the small disk is enough.
-    with References(50, 2, 5, tmp_path / "kept") as references:
+    with closing(References(50, 2, 5, tmp_path / "kept")) as references:
         assert references.has("text")
 
 

@@ -197,7 +197,7 @@ def _source(reader: _I2sReader, path: Path, file_bytes: int) -> Source:
         if isinstance(tensor, I2sTensor) and f"{name.removesuffix('.weight')}.scale" in tensors:
             raise ModelFileError(f"{path}: has two scales for {name}; {AGAIN}")
     if architecture == "qwen2":
-        tensors = {name: _permuted(name, tensor, shape) for name, tensor in tensors.items()}
+        tensors = {n: permuted(n, tensor, shape.head_dim) for n, tensor in tensors.items()}
     split = text_value(reader, "tokenizer.ggml.pre")
     is_bpe = text_value(reader, "tokenizer.ggml.model") == "gpt2"
     replaces_split = is_bpe and split in _UNKNOWN_SPLITS
@@ -220,15 +220,6 @@ def _source(reader: _I2sReader, path: Path, file_bytes: int) -> Source:
         keeps_types=True,
         add_metadata=add_metadata,
     )
-
-
-def _permuted(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
-    """Return the query and key projections of qwen2 in the row order of the llama graph, other
-    tensors unchanged.
-    """
-    if name.split(".")[2:3] not in (["attn_q"], ["attn_k"]) or name.endswith(".scale"):
-        return tensor
-    return permuted(tensor, shape.head_dim)
 
 
 def _architecture(reader: _I2sReader, path: Path) -> str:

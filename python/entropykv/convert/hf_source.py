@@ -17,7 +17,6 @@ from gguf import MODEL_ARCH, GGMLQuantizationType, TensorNameMap, get_tensor_nam
 from entropykv.convert.decoder import (
     HEAD,
     ROPE_FACTORS,
-    DecoderShape,
     check_tensors,
     drop_tied_head,
 )
@@ -207,7 +206,8 @@ def _tensors(
             weight = _projection(checkpoint, hf_name, tensor, scale, dense)
         else:
             weight = _file_tensor(hf_name, tensor)
-        yield name, _in_order(name, weight, shape)
+        is_llama = shape.architecture == "llama"
+        yield name, permuted(name, weight, shape.head_dim) if is_llama else weight
 
 
 def _settle_head(checkpoint: HfCheckpoint, tensors: dict[str, Tensor]) -> None:
@@ -233,16 +233,6 @@ def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
     if alias == "lm_head.weight":  # gguf has no name for it here.
         return HEAD
     return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
-
-
-def _in_order(name: str, tensor: Tensor, shape: DecoderShape) -> Tensor:
-    """Return query and key projections in the row order of the target graph, other tensors
-    unchanged.
-    """
-    is_rotated = name.split(".")[2:3] in (["attn_q"], ["attn_k"])
-    if shape.architecture == "llama" and is_rotated and tensor.shape[0] % shape.head_dim == 0:
-        return permuted(tensor, shape.head_dim)
-    return tensor  # The size is wrong; check_tensors() reports the tensor by name.
 
 
 def _file_tensor(name: str, tensor: StoredTensor) -> FileTensor:

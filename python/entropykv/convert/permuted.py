@@ -70,11 +70,15 @@ class PermutedFile(FileTensor):
         yield self.raw().reshape(math.prod(self.shape[:-1]), -1)
 
 
-def permuted(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a query or key projection (weight or bias) in the row order of the llama graph.
+def permuted(name: str, tensor: Tensor, head_dim: int) -> Tensor:
+    """Return a query or key projection (weight or bias) in the row order of the llama graph, other
+    tensors unchanged, and those of a wrong size, which check_tensors() reports.
 
-    Raises EntropyKVError unless it is a TernaryTensor or a FileTensor.
+    Raises EntropyKVError for a projection that is neither a TernaryTensor nor a FileTensor.
     """
+    is_rotated = name.split(".")[2:3] in (["attn_q"], ["attn_k"]) and not name.endswith(".scale")
+    if not is_rotated or tensor.shape[0] % head_dim:
+        return tensor
     if isinstance(tensor, TernaryTensor):
         return PermutedTernary(tensor.shape, tensor, head_dim)
     if not isinstance(tensor, FileTensor):

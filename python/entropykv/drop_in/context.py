@@ -257,25 +257,16 @@ class BudgetContext(internals.LlamaContext):
                 return False
         return True
 
-    def kv_cache_seq_cp(self, *_: Any) -> NoReturn:
-        """Raise SettingsError, because a budget holds one sequence."""
-        raise _one_sequence("kv_cache_seq_cp")
 
-    def kv_cache_seq_keep(self, *_: Any) -> NoReturn:
-        """Raise SettingsError, because a budget holds one sequence."""
-        raise _one_sequence("kv_cache_seq_keep")
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(*_: Any) -> NoReturn:
+        raise SettingsError(
+            f"{name} is not possible inside a KV budget, which holds one sequence that eval() "
+            "reads; use eval(), reset() or generate(), or detach() the model first"
+        )
 
-    def kv_cache_seq_shift(self, *_: Any) -> NoReturn:
-        """Raise SettingsError, because the session determines positions."""
-        raise _one_sequence("kv_cache_seq_shift")
-
-    def decode(self, batch: Any) -> NoReturn:  # noqa: ARG002
-        """Raise SettingsError, because Llama.eval() must read tokens."""
-        raise _one_sequence("decode")
+    return refuse
 
 
-def _one_sequence(name: str) -> SettingsError:
-    return SettingsError(
-        f"{name} is not possible inside a KV budget, which holds one sequence that eval() reads; "
-        "use eval(), reset() or generate(), or detach() the model first"
-    )
+for _name in ("kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cache_seq_shift", "decode"):
+    setattr(BudgetContext, _name, _refusing(_name))

@@ -299,10 +299,6 @@ class EntropyLlama(llama_cpp.Llama):
         )
 
     @property
-    def _parse_special(self) -> bool:
-        return self._budget.parse_special
-
-    @property
     def pool(self) -> Pool | None:
         """Return the pool that this object shares with the results of another(); None without
         `n_sequences` and `checkpoints`.
@@ -407,7 +403,7 @@ class EntropyLlama(llama_cpp.Llama):
         `tags`: names of the tags of thoughts stay control tokens, as in answers of a model. With
         `parse_special`, the value is returned unchanged.
         """
-        if self._parse_special:
+        if self._budget.parse_special:
             return value
         return self._session.model.control_names.marked(value, self._tags if tags else ())
 

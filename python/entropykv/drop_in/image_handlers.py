@@ -111,8 +111,9 @@ class _NotingLlama:
 
 
 class _NotingMtmd:
-    """Stand in for llama_cpp.mtmd_cpp: a prompt becomes a single chunk of tokens and
-    placeholders.
+    """Stand in for llama_cpp.mtmd_cpp: a prompt becomes a single chunk of tokens and placeholders.
+
+    Bitmaps and chunks are numbers here, which stand for pointers that nobody reads.
     """
 
     def __init__(self, images: Images, llama: _NotingLlama) -> None:
@@ -120,14 +121,25 @@ class _NotingMtmd:
         self._images = images
         self._llama = llama
         self._files: list[bytes] = []
+        self._constant = {
+            "mtmd_default_marker": images.marker.encode(),
+            "mtmd_bitmap_free": None,
+            "mtmd_input_chunks_init": 1,
+            "mtmd_input_chunks_free": None,
+            "mtmd_input_chunks_size": 1,
+            "mtmd_input_chunks_get": 1,
+            # Placeholders are tokens, too.
+            "mtmd_input_chunk_get_type": int(self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT),
+        }
+        """What functions return that need no arguments."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return any other attribute of the module, such as its types and constants."""
+        """Return a function of `_constant`, or any other attribute of the module, such as its types
+        and constants.
+        """
+        if name in self._constant:
+            return lambda *_: self._constant[name]
         return getattr(self._mtmd, name)
-
-    def mtmd_default_marker(self) -> bytes:
-        """Return the marker for an image in the text."""
-        return self._images.marker.encode()
 
     def mtmd_helper_bitmap_init_from_buf(
         self, _context: Any, buffer: Any, _size: int, _placeholder: bool
@@ -138,34 +150,12 @@ class _NotingMtmd:
         self._files.append(bytes(buffer))
         return len(self._files)
 
-    def mtmd_bitmap_free(self, _bitmap: Any) -> None:
-        """Do nothing: a bitmap is only a number here."""
-
-    def mtmd_input_chunks_init(self) -> int:
-        """Return a number that stands for a pointer to chunks, which nobody reads."""
-        return 1
-
-    def mtmd_input_chunks_free(self, _chunks: Any) -> None:
-        """Do nothing, as in mtmd_bitmap_free()."""
-
     def mtmd_tokenize(self, _context: Any, _chunks: Any, text: Any, *_: Any) -> int:
         """Tokenize the prompt and encode its images; returns 0 for success."""
         self._llama.prompt = self._images.tokenize(
             text._obj.text.decode("utf-8"), self._files, most_tokens=self._llama.n_ctx()
         )
         return 0
-
-    def mtmd_input_chunks_size(self, _chunks: Any) -> int:
-        """Return 1, since the whole prompt is one chunk."""
-        return 1
-
-    def mtmd_input_chunks_get(self, _chunks: Any, _number: int) -> int:
-        """Return a number that stands for a pointer to the only chunk, which nobody reads."""
-        return 1
-
-    def mtmd_input_chunk_get_type(self, _chunk: Any) -> int:
-        """Return the type of text, because placeholders are tokens, too."""
-        return int(self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT)
 
     def mtmd_input_chunk_get_tokens_text(self, _chunk: Any, size: Any) -> list[int]:
         """Return all tokens of the prompt, and store their number in `size`."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from entropykv import _core
 from entropykv.errors import ContextError
+from entropykv.evaluation.combination import COMPARED_TYPES
 from entropykv.evaluation.metrics import disagreement
 from entropykv.evaluation.texts import read_texts
 from entropykv.llamacpp.stock import StockSession
@@ -121,7 +122,7 @@ class BenchSettings:
 
     lengths: Sequence[int]
     budgets: Sequence[float] = (1.0, 0.2)
-    kv_types: Sequence[str] = ("f16", "q8_0")
+    kv_types: Sequence[str] = COMPARED_TYPES
     policy: str = AUTO
     n_threads: int = 0
     n_generate: int = 64

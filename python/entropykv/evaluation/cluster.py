@@ -60,7 +60,8 @@ class ClusterJob:
             item = next(item for item in part.items if item.digest == work.digest)
             log = ResultLog(None, {}, {}, work.known)
             evaluation = Evaluation(self.engine, self.combinations, [part.with_only(item)], log)
-            for _ in evaluation.run(_ignore):
+            # Progress is not told: a task is seen when it ends.
+            for _ in evaluation.run(lambda _: None):
                 pass
             before = {record.key for record in work.known}
             return [record for record in evaluation.records() if record.key not in before]
@@ -125,7 +126,3 @@ def _check_order(job: ClusterJob, parts: Sequence[EvalPart]) -> None:
                     "first, so that figures depend on their order, and --ray has none; run "
                     "`entropykv calibrate` first, use another --policy, or leave --ray out"
                 )
-
-
-def _ignore(n_tokens: int) -> None:
-    """Do not report progress: a task is seen when it ends."""

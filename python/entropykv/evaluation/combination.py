@@ -14,6 +14,8 @@ from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
 
+COMPARED_TYPES = ("f16", "q8_0")
+"""The types of K and V that are compared unless others are given."""
 STOCK = "stock"
 """The name of stock llama.cpp, which all combinations are compared with."""
 

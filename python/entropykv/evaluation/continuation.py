@@ -126,14 +126,6 @@ class References:
         if self._temporary is not None:
             self._temporary.cleanup()
 
-    def __enter__(self) -> References:
-        """Return the object itself; leaving the `with` block closes it."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
-
     def has(self, digest: str) -> bool:
         """Tell whether the two files of a text are there and complete; a machine that lost its
         power may have written half of them.

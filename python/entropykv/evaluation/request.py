@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +131,7 @@ class EvalRequest:
         protocol = Protocol(self.prompt or 0, self.continuation, self.greedy, self.inside)
         items = continued_texts(self.texts, model, protocol)
         references = References(model.n_vocab, len(items), self.continuation, folder)
-        return ContinuationPart(items, protocol, stack.enter_context(references))
+        return ContinuationPart(items, protocol, stack.enter_context(closing(references)))
 
     def _recall(self, model: Model) -> EvalPart:
         items = recall_items(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class ResultLog:
             return
         path = Path(self._path)
         if self._n_good:
-            _truncate(path, self._n_good)
+            with _writable(path):
+                os.truncate(path, self._n_good)
         else:
             path.unlink(missing_ok=True)
             _append(path, self._header)
@@ -127,17 +129,16 @@ def _record(content: Any) -> Record | None:
 
 
 def _append(path: Path, content: Values) -> None:
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
+    with _writable(path), open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(content) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _truncate(path: Path, size: int) -> None:
+@contextmanager
+def _writable(path: Path) -> Iterator[None]:
+    """Convert an error of writing to SettingsError."""
     try:
-        os.truncate(path, size)
+        yield
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None

@@ -221,8 +221,8 @@ class _TagReader:
             self._held = rest
             self._step = self._begin_answer
             return Parts(thought=body.rstrip())
-        begun = len(self._held) - _begun(self._held, (self._tags.end,))
-        body = self._held[:begun].rstrip()
+        end = len(self._held) - begun(self._held, (self._tags.end,))
+        body = self._held[:end].rstrip()
         self._held = self._held[len(body) :]
         self._has_thought = self._has_thought or bool(body)
         return Parts(thought=body)
@@ -237,12 +237,12 @@ class _TagReader:
         around = self._tags.around
         for tag in around:
             self._held = self._held.replace(tag, "")
-        end = len(self._held) - _begun(self._held, around)
+        end = len(self._held) - begun(self._held, around)
         text, self._held = self._held[:end], self._held[end:]
         return Parts(answer=text)
 
 
-def _begun(text: str, tags: tuple[str, ...]) -> int:
+def begun(text: str, tags: tuple[str, ...]) -> int:
     """Return how many characters at the end of a text may be the beginning of a tag."""
     most = max((len(tag) for tag in tags), default=1) - 1
     sizes = range(min(most, len(text)), 0, -1)
@@ -289,7 +289,7 @@ class _ChannelReader:
             self._held = self._held[place + len(tag) if tag == "<|end|>" else place :]
             self._header = ""
             return self._said(body, is_end=True)
-        size = len(self._held) - _begun(self._held, self._ENDS)
+        size = len(self._held) - begun(self._held, self._ENDS)
         body, self._held = self._held[:size], self._held[size:]
         return self._said(body, is_end=False) if body else None
 
