@@ -78,7 +78,7 @@ REFUSED = [
     (["--lora-scaled", "/no/such/file:0.5"], "LoRA"),
     (["--prompt-cache-all"], "--prompt-cache FILE"),
     (["--prompt-cache", "a", "--save-session", "b"], "leave"),
-    (["-sysf", "/no/such/file"], "/no/such/file"),
+    (["-sysf", "/no/such/file"], "/no/such/file: No such file"),
     (["-cnv"], "entropykv chat"),
     (["-ctk", "q4_0"], "--kv-type"),
     (["-ctk", "f16", "-ctv", "q8_0"], "K in f16 and V in q8_0: no store has these types"),

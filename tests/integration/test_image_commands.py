@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from entropykv.cli import prompt_options
+from entropykv.cli import request_options
 from entropykv.cli.conversation import Conversation
 from entropykv.settings.sampling import Sampling
 from tests.support.command import assert_refused, entropykv
@@ -122,10 +122,10 @@ def test_ctrl_c_while_an_image_is_encoded_ends_the_turn_alone(
             signal.raise_signal(signal.SIGINT)
 
         # This function is called before the image is encoded.
-        monkeypatch.setattr(prompt_options, "say", press)
+        monkeypatch.setattr(request_options, "say", press)
         answer = conversation.ask("what is it")
         assert (answer.interrupted, answer.unread, session.position) == (True, None, 0)
-        monkeypatch.setattr(prompt_options, "say", lambda _: None)
+        monkeypatch.setattr(request_options, "say", lambda _: None)
         assert conversation.ask("what is it").tokens
         assert len(conversation.turns) == 1
         assert conversation.files == []

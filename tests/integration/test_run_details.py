@@ -20,7 +20,7 @@ import pytest
 
 from entropykv.cli import answer as answers
 from entropykv.cli import main
-from entropykv.cli.interrupts import Interrupts
+from entropykv.cli.terminal import Interrupts
 from entropykv.session.reader import SequenceReader
 from tests.support.command import assert_refused, entropykv
 

@@ -29,8 +29,7 @@ from entropykv.cli import main, parsers_of
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.resolved_config import config_for
 from entropykv.settings.cache_options import CacheArguments, PoolArguments, SessionArguments
-from entropykv.settings.declared import declared
-from entropykv.settings.options import KV_TYPES, Budget
+from entropykv.settings.options import KV_TYPES, Budget, declared
 from tests.support import option_types
 
 NAMES = {each.name for each in dataclasses.fields(CacheOptions) if each.init}

@@ -291,7 +291,7 @@ def test_other_threads_run_while_a_constraint_is_compiled() -> None:
 
 def test_llguidance_is_imported_only_for_a_constraint() -> None:
     program = (
-        "import sys, entropykv, entropykv.session.generate, entropykv.cli.sampling_options\n"
+        "import sys, entropykv, entropykv.session.generate, entropykv.cli.request_options\n"
         "assert 'llguidance' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from entropykv.cli.notes import say
 from entropykv.cli.progress import ProgressBar
+from entropykv.cli.terminal import say
 from entropykv.evaluation.metrics import disagreement, disagreement_note
 from entropykv.evaluation.reading import Values
 from entropykv.evaluation.results import Record

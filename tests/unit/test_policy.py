@@ -27,7 +27,7 @@ from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.declared import declared
+from entropykv.settings.options import declared
 
 
 def named(text: str) -> Policy:

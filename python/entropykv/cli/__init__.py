@@ -13,9 +13,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from entropykv import _version, system
-from entropykv.cli.interrupts import EXIT_INTERRUPTED, orderly_termination
-from entropykv.cli.notes import say
 from entropykv.cli.parser import HELP, CommandParser, did_you_mean
+from entropykv.cli.terminal import EXIT_INTERRUPTED, orderly_termination, say
 from entropykv.errors import EntropyKVError, SettingsError
 
 EXIT_BAD_INPUT = 2

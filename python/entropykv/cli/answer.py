@@ -16,9 +16,8 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from entropykv import system
-from entropykv.cli.interrupts import InterruptionError, noted_interrupts
-from entropykv.cli.notes import say
 from entropykv.cli.options import integer, utf8
+from entropykv.cli.terminal import InterruptionError, noted_interrupts, say
 from entropykv.errors import SettingsError
 from entropykv.generation.events import AnswerPiece, Ended, generate
 from entropykv.generation.prompt import GenerationRequest

@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from entropykv.cli.options import (
     add_draft_options,
@@ -21,6 +20,7 @@ from entropykv.cli.options import (
     fraction,
     integer,
     list_of,
+    write_output,
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
@@ -33,8 +33,7 @@ from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import policy_named
 from entropykv.report.figures import bench_figure
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.declared import of_group
-from entropykv.settings.options import KV_TYPES
+from entropykv.settings.options import KV_TYPES, of_group
 
 _LENGTHS = (512, 2048, 6144)
 _DRAFT_LENGTH = 2048
@@ -56,25 +55,30 @@ def add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
         metavar="N,...",
         help="prompt lengths in tokens (default: 512,2048,6144 as far as the model was trained)",
     )
+    budgets = ",".join(map(str, BenchSettings.budgets))
     parser.add_argument(
         "--budgets",
         type=list_of(fraction),
-        default=[1.0, 0.2],
+        default=[*BenchSettings.budgets],
         metavar="F,...",
-        help="fractions of the prompt length (default: 1.0,0.2)",
+        help=f"fractions of the prompt length (default: {budgets})",
     )
     parser.add_argument(
         "--kv-types",
         type=list_of(str),
-        default=["f16", "q8_0"],
+        default=[*BenchSettings.kv_types],
         metavar="T,...",
-        help=f"of {', '.join(KV_TYPES)} (default: f16,q8_0)",
+        help=f"of {', '.join(KV_TYPES)} (default: {','.join(BenchSettings.kv_types)})",
     )
     add_option(parser, CacheOptions, "policy")
     parser.add_argument(
-        "-n", "--generate", type=integer(16), default=64, help="tokens (default: %(default)s)"
+        *("-n", "--generate"),
+        type=integer(16),
+        default=BenchSettings.n_generate,
+        help="tokens (default: %(default)s)",
     )
-    parser.add_argument("--rounds", type=integer(1), default=3, help="default: %(default)s")
+    rounds = BenchSettings.rounds
+    parser.add_argument("--rounds", type=integer(1), default=rounds, help="default: %(default)s")
     add_threads_option(parser)
     parser.add_argument(
         "--spec",
@@ -136,7 +140,7 @@ def _bench(options: argparse.Namespace) -> int:
             ],
             "rows": [dataclasses.asdict(row) for row in rows],
         }
-        Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(content, indent=2) + "\n")
     if options.plot:
         draw(lambda: bench_figure({"": rows}), options.plot)
     return 0
@@ -190,7 +194,7 @@ def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
             "length": length,
             "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in rows],
         }
-        Path(options.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_output(options.json, json.dumps(content, indent=2) + "\n")
     return 0
 
 

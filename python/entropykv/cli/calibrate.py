@@ -15,8 +15,6 @@ from entropykv.calibration.hf import calibrate_hf
 from entropykv.calibration.measure import QUICK, CalibrationSettings, Extent, calibrate
 from entropykv.calibration.results import read_results
 from entropykv.calibration.spread import Spread
-from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
-from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_model_option,
     add_threads_option,
@@ -27,6 +25,7 @@ from entropykv.cli.options import (
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.profile import comparison_lines, summary_line
+from entropykv.cli.terminal import EXIT_INTERRUPTED, InterruptionError, noted_interrupts, say
 from entropykv.cluster import RAY_HELP, connected
 from entropykv.errors import CalibrationError, SettingsError
 from entropykv.evaluation.texts import read_texts

@@ -22,8 +22,6 @@ from entropykv.cli.engine import (
     say_reading_twice,
     what_is_kept,
 )
-from entropykv.cli.interrupts import noted_interrupts
-from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_budget_options,
     add_no_chat,
@@ -32,15 +30,18 @@ from entropykv.cli.options import (
     demo_of,
 )
 from entropykv.cli.parser import CommandParser
-from entropykv.cli.prompt_options import (
+from entropykv.cli.request_options import (
     add_image_options,
+    add_sampling_options,
+    ending_never,
     image_file,
     image_files,
     open_projector,
     read_prompt,
+    sampling_of,
 )
-from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import add_document_option, add_load_option, open_given, use_document
+from entropykv.cli.terminal import noted_interrupts, say
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model import NO_TEMPLATE

@@ -7,16 +7,15 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from entropykv.cli.engine import kv_type_of, model_options_of
-from entropykv.cli.notes import say
 from entropykv.cli.options import CONTEXT, demo_of, fetch_named
+from entropykv.cli.terminal import say
 from entropykv.errors import ContextError, SettingsError
 from entropykv.files import read_text
 from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.model.geometry import read_geometry
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.declared import declared
 from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import Budget
+from entropykv.settings.options import Budget, declared
 from entropykv.settings.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from entropykv.cli.answer import Answer, read_rest, write_answer
-from entropykv.cli.interrupts import InterruptionError, noted_interrupts
-from entropykv.cli.prompt_options import prompt_of, with_places
+from entropykv.cli.request_options import prompt_of, with_places
 from entropykv.cli.saved import check_chat, load_session, save_session
+from entropykv.cli.terminal import InterruptionError, noted_interrupts
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.model import plain_chat

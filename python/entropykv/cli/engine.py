@@ -11,7 +11,6 @@ from typing import Any
 
 import llama_cpp
 
-from entropykv.cli.notes import say
 from entropykv.cli.options import (
     CONTEXT,
     add_fixed_threads_option,
@@ -25,6 +24,7 @@ from entropykv.cli.options import (
     integer,
     utf8,
 )
+from entropykv.cli.terminal import say
 from entropykv.errors import SettingsError, UnsupportedModelError
 from entropykv.files import json_of, read_text
 from entropykv.llamacpp.foreign_text import PARSE_SPECIAL

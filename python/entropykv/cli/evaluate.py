@@ -6,19 +6,12 @@ import argparse
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv._version import VERSION
-from entropykv.cli.interrupts import (
-    EXIT_INTERRUPTED,
-    InterruptionError,
-    Interrupts,
-    noted_interrupts,
-)
-from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_freeze_options,
     add_model_options,
@@ -33,14 +26,22 @@ from entropykv.cli.options import (
     integer,
     list_of,
     utf8,
+    write_output,
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
 from entropykv.cli.progress import ProgressBar
+from entropykv.cli.terminal import (
+    EXIT_INTERRUPTED,
+    InterruptionError,
+    Interrupts,
+    noted_interrupts,
+    say,
+)
 from entropykv.cluster import RAY_HELP
 from entropykv.errors import ProfileError, SettingsError
 from entropykv.evaluation.cluster import ClusterJob, measure_on_cluster, with_fixed_threads
-from entropykv.evaluation.combination import EngineSettings, combinations
+from entropykv.evaluation.combination import COMPARED_TYPES, EngineSettings, combinations
 from entropykv.evaluation.continuation import DEFAULT_PROMPT
 from entropykv.evaluation.dataset import DEFAULT_TEMPLATE, read_dataset
 from entropykv.evaluation.metrics import disagreement_note
@@ -51,7 +52,7 @@ from entropykv.evaluation.rows import EvalRow
 from entropykv.evaluation.ruler.scores import QUESTIONS, TASKS, RulerPart, Suite
 from entropykv.evaluation.runs import Evaluation
 from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
-from entropykv.files import new_file, read_text
+from entropykv.files import read_text
 from entropykv.llamacpp.model import Model
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.names import AUTO
@@ -100,9 +101,9 @@ def _add_combination_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-type",
         type=list_of(str),
-        default=["f16", "q8_0"],
+        default=[*COMPARED_TYPES],
         metavar="T,...",
-        help=f"of {', '.join(KV_TYPES)} (default: f16,q8_0)",
+        help=f"of {', '.join(KV_TYPES)} (default: {','.join(COMPARED_TYPES)})",
     )
     add_option(group, CacheOptions, "entropy_config")
     add_protection_options(group)
@@ -402,6 +403,18 @@ def _remove(references: Path | None) -> None:
         shutil.rmtree(references, ignore_errors=True)
 
 
+@contextmanager
+def _progress(n_steps: int, interrupts: Interrupts) -> Iterator[tuple[ProgressBar, Tick]]:
+    """Yield a bar of tokens, and the function that moves it and ends the work after Ctrl-C."""
+    with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
+
+        def tick(n_tokens: int) -> None:
+            bar.update(n_tokens)
+            interrupts.check()
+
+        yield bar, tick
+
+
 def _measure_on_cluster(
     address: str,
     job: ClusterJob,
@@ -411,12 +424,7 @@ def _measure_on_cluster(
 ) -> bool:
     """Add all figures to the log; returns whether everything was measured."""
     n_steps = Evaluation(job.engine, job.combinations, parts, log).n_steps
-    with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
-
-        def tick(n_tokens: int) -> None:
-            bar.update(n_tokens)
-            interrupts.check()
-
+    with _progress(n_steps, interrupts) as (bar, tick):
         try:
             measure_on_cluster(address, job, parts, log, tick)
         except InterruptionError:
@@ -431,12 +439,7 @@ def _print_tables(
 ) -> bool:
     """Measure one table after the other; returns whether everything was measured."""
     n_steps = sum(evaluation.n_steps for evaluation, _ in evaluations)
-    with ProgressBar(total=n_steps, unit=" tokens", leave=False, delay=0.5) as bar:
-
-        def tick(n_tokens: int) -> None:
-            bar.update(n_tokens)
-            interrupts.check()
-
+    with _progress(n_steps, interrupts) as (bar, tick):
         for number, (evaluation, table) in enumerate(evaluations):
             bar.clear()
             head = ("\n" if number else "") + table.header()
@@ -481,18 +484,10 @@ def _write_figures(
             "rows": [dataclasses.asdict(row) for row in rows],
             "items": [vars(record) for record in records],
         }
-        _write_json(options.json, content | figures)
+        write_output(options.json, json.dumps(content | figures, indent=2) + "\n")
     if options.plot:
         figure = eval_figure if options.suite is None else suite_figure
         draw(lambda: figure({"": rows}), options.plot)
-
-
-def _write_json(path: str, content: dict[str, object]) -> None:
-    try:
-        with new_file(path) as file:
-            file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from entropykv.cli.notes import say
 from entropykv.cli.parser import CommandParser
+from entropykv.cli.terminal import say
 from entropykv.convert.known import KnownModel, known_models
 from entropykv.errors import ProfileError, SettingsError
 from entropykv.model.architectures import (

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from entropykv.cli.notes import say
-from entropykv.errors import ModelFileError, SettingsError
-from entropykv.files import NOT_UTF8, read_text
+from entropykv.cli.terminal import say
+from entropykv.errors import SettingsError
+from entropykv.files import NOT_UTF8, new_file, read_text
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.settings.cache_options import SWITCH, CacheOptions
-from entropykv.settings.declared import declared as declared_options
-from entropykv.settings.declared import of_group
 from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import MOST_THREADS, MOST_TOKENS
+from entropykv.settings.options import MOST_THREADS, MOST_TOKENS, of_group
+from entropykv.settings.options import declared as declared_options
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
 from entropykv.settings.sampling import Sampling
 
@@ -137,10 +136,7 @@ def _model(text: str) -> str:
     """Read the path or the name of a model, as an argparse type."""
     if not text:
         raise argparse.ArgumentTypeError("the name is empty; give the path of a GGUF file")
-    try:
-        return path_of_model(text)
-    except ModelFileError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    return path_of_model(text)
 
 
 def add_option(
@@ -149,7 +145,7 @@ def add_option(
     name: str,
     **other: Any,
 ) -> None:
-    """Add the option that the field `name` of a dataclass declares: settings/declared.py.
+    """Add the option that the field `name` of a dataclass declares: settings/options.py.
 
     `other` replaces arguments of add_argument(). Options of CacheOptions and Sampling have the
     default of their field; all others default to None, for values that are not given.
@@ -345,14 +341,15 @@ def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
         "-sysf",
         "--system-prompt-file",
         dest="system",
-        type=_text_of_file,
+        type=text_of_file,
         default=argparse.SUPPRESS,
         metavar="FILE",
         help="read it from a file",
     )
 
 
-def _text_of_file(path: str) -> str:
+def text_of_file(path: str) -> str:
+    """Read the text of a file, as an argparse type; raises SettingsError."""
     return read_text(path, SettingsError)
 
 
@@ -405,3 +402,12 @@ def check_output(path: str) -> None:
     folder = Path(path).resolve().parent
     if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise SettingsError(f"{path}: cannot be written; give a file in a writable directory")
+
+
+def write_output(path: str, text: str) -> None:
+    """Write a text file at once; raises SettingsError if that fails."""
+    try:
+        with new_file(path) as file:
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None

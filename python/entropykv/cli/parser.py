@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from entropykv import _version
 from entropykv.cli.llama_flags import LlamaFlag, Treatment, Use, flag_named
-from entropykv.cli.notes import say
-from entropykv.errors import SettingsError
+from entropykv.cli.terminal import say
+from entropykv.errors import EntropyKVError, SettingsError
 
 HELP = ("-h", "--help", "--usage")
 """The words that ask for the first options of a command."""
@@ -130,6 +130,17 @@ class CommandParser(argparse.ArgumentParser):
                 + ", ".join(f"{flag} ({why})" for flag, why in notes.items())
             )
         return parsed
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Return a value by the type of its option; an EntropyKVError keeps its sentence, of which
+        argparse would tell only that the value is invalid.
+        """
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if isinstance(error.__context__, EntropyKVError):
+                raise error.__context__ from None
+            raise
 
     def _without_noted(self, given: list[str], notes: dict[str, str]) -> list[str]:
         """Remove the flags without effect from the words, and add the reason for each to

@@ -13,12 +13,17 @@ from typing import Any
 
 from entropykv.cli.chat import BUDGET
 from entropykv.cli.engine import add_engine_options, open_engine, say_learnt
-from entropykv.cli.interrupts import EXIT_INTERRUPTED, InterruptionError, noted_interrupts
-from entropykv.cli.notes import columns_of, say
 from entropykv.cli.options import add_budget_options, add_system_options, fetch_named
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.saved import say_what
+from entropykv.cli.terminal import (
+    EXIT_INTERRUPTED,
+    InterruptionError,
+    columns_of,
+    noted_interrupts,
+    say,
+)
 from entropykv.cluster import RAY_HELP, TaskKind, connected
 from entropykv.errors import ContextError, DocumentBusyError, SessionFileError, SettingsError
 from entropykv.files import read_standard_input, read_text

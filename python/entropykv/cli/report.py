@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from entropykv.cli.options import check_output
+from entropykv.cli.options import check_output, write_output
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_matplotlib
-from entropykv.errors import SettingsError
-from entropykv.files import new_file
 from entropykv.report.page import read_sources, report_page
 
 
@@ -39,12 +37,6 @@ def run(options: argparse.Namespace) -> int:
     check_output(options.output)
     sources = read_sources(options.files)
     text = report_page(sources)
-    try:
-        with new_file(options.output) as file:
-            file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(
-            f"{options.output}: {error.strerror}; give a file that can be written"
-        ) from None
+    write_output(options.output, text)
     print(f"{options.output}: {len(text.encode('utf-8')):,} bytes, of {len(sources)} files")
     return 0

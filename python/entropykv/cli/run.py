@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import sys
-from pathlib import Path
 
 from entropykv.cli.answer import (
     Answer,
@@ -23,8 +22,6 @@ from entropykv.cli.engine import (
     say_reading_twice,
 )
 from entropykv.cli.first_options import RUN
-from entropykv.cli.interrupts import EXIT_INTERRUPTED
-from entropykv.cli.notes import columns_of, say
 from entropykv.cli.options import (
     add_budget_options,
     add_no_chat,
@@ -32,18 +29,21 @@ from entropykv.cli.options import (
     add_system_options,
     check_writable,
     demo_of,
+    write_output,
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.plots import check_plot, draw
-from entropykv.cli.prompt_options import (
+from entropykv.cli.request_options import (
     add_image_options,
+    add_sampling_options,
+    ending_never,
     image_files,
     open_projector,
     prompt_of,
     read_prompt,
+    sampling_of,
     with_places,
 )
-from entropykv.cli.sampling_options import add_sampling_options, ending_never, sampling_of
 from entropykv.cli.saved import (
     PromptCache,
     add_document_option,
@@ -55,6 +55,7 @@ from entropykv.cli.saved import (
     save_session,
     use_document,
 )
+from entropykv.cli.terminal import EXIT_INTERRUPTED, columns_of, say
 from entropykv.errors import ContextError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.llamacpp.model import NO_TEMPLATE, plain_chat
@@ -185,7 +186,7 @@ def _report(session: Session, path: str | None) -> None:
     figures = dataclasses.asdict(stats)
     if session.cache.trajectory:
         figures["trajectory"] = session.cache.trajectory.to_json()
-    Path(path).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_output(path, json.dumps(figures, indent=2) + "\n")
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:

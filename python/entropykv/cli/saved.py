@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from entropykv.cli.answer import read_rest
-from entropykv.cli.notes import say
+from entropykv.cli.terminal import say
 from entropykv.errors import SettingsError
 from entropykv.session.file import SavedContents, check_target, open_session
 from entropykv.session.reuse import Demand, reuse_of

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from entropykv.cli.engine import device_parts
 from entropykv.cli.first_options import SERVE
-from entropykv.cli.notes import say
 from entropykv.cli.options import (
     add_fixed_threads_option,
     add_freeze_options,
@@ -19,11 +18,12 @@ from entropykv.cli.options import (
     add_recovery_options,
     integer,
     spec_type,
+    text_of_file,
 )
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.served_models import models_of, read_options
+from entropykv.cli.terminal import say
 from entropykv.errors import SettingsError
-from entropykv.files import read_text
 from entropykv.llamacpp.model_options import (
     LOAD_MODES,
     NUMA_STRATEGIES,
@@ -32,9 +32,8 @@ from entropykv.llamacpp.model_options import (
 )
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
 from entropykv.settings.cores import too_many_threads
-from entropykv.settings.declared import declared
 from entropykv.settings.flags import OF_SERVER, REPLICAS
-from entropykv.settings.options import KV_TYPES, MOST_BYTES
+from entropykv.settings.options import KV_TYPES, MOST_BYTES, declared
 
 if TYPE_CHECKING:
     from entropykv.server import ModelCatalog, ModelOptions
@@ -179,19 +178,6 @@ class _Several(argparse.Action):
         setattr(namespace, self.dest, [*(getattr(namespace, self.dest, None) or ()), *values])
 
 
-class _Translated(_Once):
-    """Translate a value of llama-server to one of our settings, and store it."""
-
-    def __init__(self, *arguments: Any, read: Callable[[str], Any], **options: Any) -> None:
-        """Translate values by `read`, which raises SettingsError for an unknown value."""
-        super().__init__(*arguments, **options)
-        self._read = read
-
-    def read(self, values: str) -> Any:
-        """Return the translated value."""
-        return self._read(values)
-
-
 class _LoadMode(argparse.Action):
     """Read -lm as settings of memory mapping and locking."""
 
@@ -268,16 +254,12 @@ def add_llama_server_options(group: argparse._ArgumentGroup) -> None:
         (("-ctk", "--cache-type-k"), "type_k", _ggml_type, "the type of K: a part of --kv-type"),
         (("-ctv", "--cache-type-v"), "type_v", _ggml_type, "the type of V: a part of --kv-type"),
         (("--rope-scale",), "rope_freq_scale", _rope_scale, "1 / --rope-freq-scale"),
-        (("--chat-template-file",), "chat_template", _template_text, "read it from a file"),
+        (("--chat-template-file",), "chat_template", text_of_file, "read it from a file"),
     )
     for spellings, dest, read, text in translated:
         group.add_argument(
-            *spellings, dest=dest, action=_Translated, read=read, metavar="VALUE", help=text
+            *spellings, dest=dest, action=_Once, type=read, metavar="VALUE", help=text
         )
-
-
-def _template_text(path: str) -> str:
-    return read_text(path, SettingsError)
 
 
 _OF_REPLICAS = ("max_replicas", "scale_up_seconds", "scale_down_seconds", "sessions")

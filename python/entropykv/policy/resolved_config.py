@@ -37,7 +37,6 @@ from entropykv.profile.learnt import LearntPredictor, find_learnt
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.declared import declared, of_group
 from entropykv.settings.freezing import (
     RAM,
     RECALL_END,
@@ -45,7 +44,7 @@ from entropykv.settings.freezing import (
     Freezing,
     check_freezing,
 )
-from entropykv.settings.options import KV_PARTS, Budget
+from entropykv.settings.options import KV_PARTS, Budget, declared, of_group
 from entropykv.settings.recovery import RUNGS, Recovery
 
 

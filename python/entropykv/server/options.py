@@ -17,9 +17,8 @@ from entropykv.server.engine.admission import Limits
 from entropykv.settings import flags
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.declared import Option, declared
 from entropykv.settings.freezing import Freezing
-from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, parse_bytes
+from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, Option, declared, parse_bytes
 from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import is_random_seed
 from entropykv.thinking.tags import (
@@ -53,7 +52,7 @@ _DECLARED: dict[str, tuple[Option, Any]] = {
 
 
 def _declared(name: str) -> Any:
-    """Return a field of the settings for an option of the cache: see settings/declared.py."""
+    """Return a field of the settings for an option of the cache: see settings/options.py."""
     option, default = _DECLARED[name]
     limits: dict[str, Any] = {}
     if option.least is not None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from entropykv.errors import SettingsError
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.declared import check_declared, of_group, option
 from entropykv.settings.freezing import WHERE, Freezing
 from entropykv.settings.options import (
     KV_CHOICES,
@@ -23,6 +22,9 @@ from entropykv.settings.options import (
     STORES,
     Budget,
     at_least,
+    check_declared,
+    of_group,
+    option,
 )
 from entropykv.settings.recovery import RUNGS, Recovery
 

@@ -6,8 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
-from entropykv.settings.declared import check_declared, option
-from entropykv.settings.options import MOST_BYTES, parse_bytes
+from entropykv.settings.options import MOST_BYTES, check_declared, option, parse_bytes
 
 RAM = "ram"
 DISK = "disk:"

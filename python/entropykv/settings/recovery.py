@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from entropykv.errors import SettingsError
-from entropykv.settings.declared import check_declared, option
+from entropykv.settings.options import check_declared, option
 
 
 class Rung(IntEnum):

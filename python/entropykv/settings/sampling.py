@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from entropykv.errors import SettingsError
-from entropykv.settings.declared import check_declared, option
+from entropykv.settings.options import check_declared, option
 
 if TYPE_CHECKING:  # --help loads faster without this module.
     from entropykv.constraint.constraint import Constraint

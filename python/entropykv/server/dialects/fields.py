@@ -18,7 +18,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, F
 from pydantic_core import PydanticCustomError
 
 from entropykv.server.http.errors import RequestError
-from entropykv.settings.declared import declared
+from entropykv.settings.options import declared
 from entropykv.settings.sampling import (
     SAMPLER_LETTERS,
     SAMPLERS,

@@ -1,14 +1,19 @@
-"""Handle signals: Ctrl-C takes effect between two steps of a session, and SIGTERM raises an
-exception.
+"""Speak with the user beside a command's output: notes on stderr, and signals. Ctrl-C takes effect
+between two steps of a session, and SIGTERM raises an exception.
 """
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import signal
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TextIO
 
 from entropykv import system
 
@@ -16,6 +21,25 @@ EXIT_INTERRUPTED = 130
 """The exit code that a shell reports for a command that Ctrl-C ended."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
 """The exit code that a shell reports for a command that SIGTERM ended."""
+
+
+def say(text: str) -> None:
+    """Print a note to stderr, wrapped between words at the width of the terminal.
+
+    A progress bar makes room for it.
+    """
+    note = f"entropykv: {text}"
+    if (columns := columns_of(sys.stderr)) is not None:
+        note = textwrap.fill(note, columns, break_long_words=False, break_on_hyphens=False)
+    bars = sys.modules.get("tqdm")  # Without a bar, the library need not be loaded.
+    beside = contextlib.nullcontext() if bars is None else bars.tqdm.external_write_mode(sys.stderr)
+    with beside:
+        print(note, file=sys.stderr)
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return how many columns the terminal of a stream has; None for a file or a pipe."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 class InterruptionError(Exception):
