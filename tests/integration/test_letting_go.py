@@ -13,7 +13,7 @@ from entropykv import Pool, PoolError, Session
 pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.prefix_cache import PrefixCache
-from entropykv.server.http.users import Caller
+from entropykv.server.http.access import Caller
 from entropykv.session.kept_texts import IdleSession, KeptTexts
 from tests.support.pools import N_CTX, PROMPTS, pool_of, written
 

@@ -18,7 +18,7 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 from entropykv.server.engine.answering import Totals
 from entropykv.server.engine.engine import figures_of_pool
 from entropykv.server.engine.prefix_cache import PrefixCache
-from entropykv.server.http.users import Caller
+from entropykv.server.http.access import Caller
 
 ANNA, BEN = Caller("anna"), Caller("ben")
 SMALL = 96

@@ -18,7 +18,7 @@ from entropykv import Pool
 pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.prefix_cache import PrefixCache
-from entropykv.server.http.users import Caller
+from entropykv.server.http.access import Caller
 from entropykv.session.reuse import Demand, common_prefix, reuse_of
 from entropykv.session.session import Session
 from entropykv.session.session_text import SessionText

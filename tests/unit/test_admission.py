@@ -29,9 +29,9 @@ from entropykv.server.engine.admission import Admission, Limits
 from entropykv.server.engine.answering import Answering
 from entropykv.server.engine.engine import Engine, Job
 from entropykv.server.engine.turns import Conversations, TurnMiddleware
+from entropykv.server.http.access import HostHeaderCheck
 from entropykv.server.http.app import limits_of
 from entropykv.server.http.bodies import Bodies, read_body
-from entropykv.server.http.browser_checks import HostHeaderCheck
 from entropykv.server.http.errors import RequestError, as_request_error
 from entropykv.server.options import ModelOptions, ServerOptions
 from tests.support.cpu_time import takes_less_than

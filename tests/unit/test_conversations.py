@@ -20,8 +20,8 @@ pytest.importorskip("fastapi", reason="needs the extra server")
 
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.turns import Conversations, TurnMiddleware, _caller
+from entropykv.server.http.access import Caller
 from entropykv.server.http.request_log import note_tokens
-from entropykv.server.http.users import Caller
 from tests.support.fake_loaded_model import FakeLoadedModel
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from entropykv.errors import SettingsError
 from entropykv.server.documents.library import DocumentLibrary
-from entropykv.server.documents.shared_documents import check_shared, marked
+from entropykv.server.replicas.shared_documents import check_shared, marked
 
 
 @pytest.fixture(params=["path", "file", "memory"])

@@ -19,14 +19,14 @@ from typing import Any
 import pytest
 
 from entropykv import system
-from entropykv.cli.interrupts import EXIT_TERMINATED, orderly_termination
+from entropykv.cli.terminal import EXIT_TERMINATED, orderly_termination
 from entropykv.errors import ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
 from entropykv.model.header import check_prefix
 from entropykv.profile.profile import EntropyProfile
 from entropykv.server.engine.turns import Conversations
-from entropykv.server.http.users import Caller
+from entropykv.server.http.access import Caller
 from entropykv.session import document
 from entropykv.store.cold import ColdFile
 from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out

@@ -11,8 +11,8 @@ from fastapi.routing import APIRouter
 from fastapi.testclient import TestClient
 from pydantic import BaseModel
 
+from entropykv.server.http.access import OriginCheck, origins_of
 from entropykv.server.http.bodies import BodyRoute
-from entropykv.server.http.browser_checks import OriginCheck, origins_of
 
 
 class Asked(BaseModel):

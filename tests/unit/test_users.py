@@ -11,7 +11,7 @@ from entropykv import SettingsError
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
-from entropykv.server.http.users import Caller, Keys, shows_text
+from entropykv.server.http.access import Caller, Keys, shows_text
 from entropykv.server.options import ServerOptions
 
 

@@ -19,6 +19,7 @@ from entropykv.server.chat.messages import (
     ImageParts,
     Message,
     chat_prompt_of,
+    document_named,
     question_prompt,
     template_messages,
 )
@@ -54,7 +55,6 @@ from entropykv.server.dialects.fields import (
     sampler,
 )
 from entropykv.server.dialects.requests import (
-    DOCUMENT,
     MOST_CHOICES,
     PASSAGES,
     GeneratingRequest,
@@ -66,7 +66,6 @@ from entropykv.server.dialects.requests import (
     sampling_of,
     stops_of,
 )
-from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
@@ -121,7 +120,6 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
     messages: Annotated[list[Message], FIRST_ERROR] = Field(  # type: ignore[assignment]
         min_length=1, max_length=MOST_MESSAGES
     )
-    document: Name | None = DOCUMENT
     passages: int = PASSAGES
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
     max_tokens: TokenLimit | None = None
@@ -190,9 +188,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return self.n
 
     def most_written(self) -> int | None:
-        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
-        None if it names none.
-        """
+        """Return the limit in one of the two fields of OpenAI's API."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     def document_name(self) -> str | None:

@@ -8,7 +8,7 @@ import base64
 import binascii
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,6 @@ from entropykv.errors import ImageError
 from entropykv.generation.prompt import Prompt, ShownImages, text_prompt, thought_of
 from entropykv.server.chat.tool_calls import as_json
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_MESSAGES, MOST_TOOLS, Name
-from entropykv.server.documents.asked_document import about_document, is_document_part
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.loaded_model import LoadedModel
@@ -27,6 +26,8 @@ from entropykv.session.images import Images
 
 KINDS = ("image_url", "input_image")
 """Types of content parts that contain an image: in chat completions, and in responses."""
+_DOCUMENT_KINDS = ("file", "input_file")
+"""Types of content parts that name a document: in chat completions, and in responses."""
 
 
 class ImageParts:
@@ -181,6 +182,46 @@ def _text_of(part: dict[str, Any], place: str) -> str:
     if not isinstance(text, str):
         raise RequestError(400, f"{place}.{field}: it must be a string", param=f"{place}.{field}")
     return text
+
+
+def is_document_part(part: dict[str, Any]) -> bool:
+    """Tell whether a content part of a message names a document."""
+    return part.get("type") in _DOCUMENT_KINDS
+
+
+def document_named(field_value: str | None, contents: Iterable[Any]) -> str | None:
+    """Return the name of the document that a request asks about, from its field `document` or from
+    a part of a message; None if it names none.
+
+    `contents` are the contents of its messages. Raises RequestError (400) for several documents,
+    and for a part that contains a file itself.
+    """
+    names = [] if field_value is None else [field_value]
+    for content in contents:
+        parts = content if isinstance(content, list) else ()
+        files = (part for part in parts if isinstance(part, dict) and is_document_part(part))
+        names.extend(_name_in(part) for part in files)
+    if len(set(names)) > 1:
+        raise RequestError(
+            400,
+            f"document: a request asks about one document, and this one names {len(set(names))}; "
+            "read their texts as one document, or send the shorter text in the message",
+            param="document",
+        )
+    return names[0] if names else None
+
+
+def _name_in(part: dict[str, Any]) -> str:
+    given = part.get("file", part)
+    name = given.get("file_id") if isinstance(given, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            400,
+            "a part of type file needs the file_id of a document; send files to POST "
+            "/v1/documents first",
+            param="messages",
+        )
+    return name
 
 
 def template_messages(
@@ -341,7 +382,26 @@ def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
     """
     model, document = job.model, job.document_tokens()
     mark = f"[document {secrets.token_hex(16)}]"
-    text = parts.text(model, about_document(parts.messages, mark)).partition(mark)[2]
+    text = parts.text(model, _about_document(parts.messages, mark)).partition(mark)[2]
     tokens = [*document, *model.tokenize(text)]
     thought = thought_of(model.model, text, tokens, parts.arguments)
     return Prompt(tokens, n_document=len(document), thought=thought)
+
+
+def _about_document(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
+    """Return the messages of a chat with the document's mark at their beginning.
+
+    A system message would stand before the document, which was read without it: it is shown behind
+    the document, before the question. Raises RequestError (400) if the first other message is not
+    the user's.
+    """
+    system = [str(each["content"]) for each in messages if each["role"] == "system"]
+    others = [each for each in messages if each["role"] != "system"]
+    if not others or others[0]["role"] != "user":
+        raise RequestError(
+            400,
+            "messages: a chat about a document begins with a message of the user",
+            param="messages",
+        )
+    text = "\n\n".join([*system, str(others[0]["content"] or "").strip()])
+    return [{**others[0], "content": mark + text}, *others[1:]]

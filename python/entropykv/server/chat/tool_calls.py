@@ -15,6 +15,7 @@ from entropykv.files import json_of
 from entropykv.server.chat.constraints import embedded, made
 from entropykv.server.dialects.fields import FIRST_ERROR, MOST_TOOLS, Description, Name
 from entropykv.server.http.errors import RequestError
+from entropykv.thinking.reader import begun
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
@@ -301,7 +302,7 @@ class CallReader:
         begin = self._held.find(_BEGIN)
         if begin >= 0:
             return begin, len(_BEGIN)
-        return len(self._held) - (0 if ended else _begun(self._held)), -1
+        return len(self._held) - (0 if ended else begun(self._held, (_BEGIN,))), -1
 
     def _show(self, size: int) -> str:
         """Take text from the beginning of _held; white space at its end waits for more text."""
@@ -339,12 +340,6 @@ def _json_at(text: str, begin: int, *, ended: bool) -> Any:
         in_string = str(error).startswith("Unterminated string")
         goes_on = in_string or len(text) - place < _LONGEST_WORD
         return _OPEN if goes_on and not ended else (None, begin or 1)
-
-
-def _begun(text: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a call."""
-    sizes = range(min(len(_BEGIN) - 1, len(text)), 0, -1)
-    return next((size for size in sizes if text.endswith(_BEGIN[:size])), 0)
 
 
 def as_deltas(

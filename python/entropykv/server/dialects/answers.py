@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
 from entropykv import _version
@@ -67,18 +67,23 @@ def written(
 
 
 def usage_of(job: Answering) -> dict[str, Any]:
-    """Return the numbers of tokens of a job as OpenAI's `usage`: of the prompt and how many of them
-    were cached, of the answer and how many of them were thoughts (only if the model thinks).
+    """Return the numbers of tokens of a job as OpenAI's `usage`: see usage()."""
+    return usage(job.n_prompt, job.n_cached, job.n_written, job.n_thought)
+
+
+def usage(n_prompt: int, n_cached: int, n_written: int, n_thought: int | None) -> dict[str, Any]:
+    """Return OpenAI's `usage`: how many tokens a prompt has, how many of them were read before, how
+    many an answer has, and how many of those are thoughts; None if the model has none.
     """
-    usage: dict[str, Any] = {
-        "prompt_tokens": job.n_prompt,
-        "completion_tokens": job.n_written,
-        "total_tokens": job.n_prompt + job.n_written,
-        "prompt_tokens_details": {"cached_tokens": job.n_cached},
+    told: dict[str, Any] = {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_written,
+        "total_tokens": n_prompt + n_written,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
     }
-    if job.n_thought is not None:
-        usage["completion_tokens_details"] = {"reasoning_tokens": job.n_thought}
-    return usage
+    if n_thought is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": n_thought}
+    return told
 
 
 def timings_of(job: Answering) -> dict[str, Any]:
@@ -120,59 +125,34 @@ def with_times(chunk: Chunk, job: Answering) -> Chunk:
     return {**chunk, "timings": timings_of(job)}
 
 
-@dataclass
-class AnswerHead:
-    """Hold what every part of one answer begins with."""
-
-    kind: str
-    """The value of the answer's field `object`."""
-    prefix: str
-    """The beginning of the answer's id."""
-    model: str
-    _fields: dict[str, Any] = field(default_factory=dict)
-
-    def with_choice(self, **choice: Any) -> dict[str, Any]:
-        """Return a part with one choice."""
-        return {**self.fields, "choices": [{"index": 0, **choice}]}
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Return the fields that all parts have."""
-        if not self._fields:
-            name = f"{self.prefix}-{uuid.uuid4()}"
-            now = int(time.time())
-            self._fields = {
-                "id": name,
-                "object": self.kind,
-                "created": now,
-                "model": self.model,
-                "system_fingerprint": FINGERPRINT,
-            }
-        return self._fields
+def _head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """Return what every part of an answer of a model begins with: `kind` is its field `object`, and
+    `prefix` the beginning of its id.
+    """
+    return {
+        "id": f"{prefix}-{uuid.uuid4()}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+    }
 
 
-class TokenNames:
-    """Show tokens with their texts, bytes and log probabilities in the forms of OpenAI and
-    llama-server.
+def shown_token(model: Model, value: TokenLogprob, *, numbered: bool = False) -> dict[str, Any]:
+    """Return a token with its text, bytes and log probability, and the most probable ones in its
+    place, in OpenAI's form.
+
+    `numbered`: as llama-server does it, each with its number, and without null as the bytes of a
+    control token, which has no text.
     """
 
-    def __init__(self, model: Model) -> None:
-        """Use a model's vocabulary."""
-        self._model = model
-
-    def shown(self, value: TokenLogprob, *, numbered: bool = False) -> dict[str, Any]:
-        """Return a token with its log probability, and the most probable ones in its place.
-
-        `numbered`: as llama-server does it, each with its number, and without null as the bytes of
-        a control token, which has no text.
-        """
-        top = [self._named(token, logprob, numbered) for token, logprob in value.top]
-        return {**self._named(value.token, value.logprob, numbered), "top_logprobs": top}
-
-    def _named(self, token: int, logprob: float | None, numbered: bool) -> dict[str, Any]:
-        data = [] if is_placeholder(token) else [*self._model.token_bytes(token)]
-        shown = {"token": text_of(self._model, token), "bytes": data or None, "logprob": logprob}
+    def named(token: int, logprob: float | None) -> dict[str, Any]:
+        data = [] if is_placeholder(token) else [*model.token_bytes(token)]
+        shown = {"token": text_of(model, token), "bytes": data or None, "logprob": logprob}
         return {"id": token, **shown, "bytes": data} if numbered else shown
+
+    top = [named(token, logprob) for token, logprob in value.top]
+    return {**named(value.token, value.logprob), "top_logprobs": top}
 
 
 @dataclass(frozen=True)
@@ -263,7 +243,7 @@ class CompletionWriter:
     def __init__(self, form: AnswerForm) -> None:
         """Write the answer that `form` describes."""
         self._job, self._timed = form.job, form.timed
-        self._head = AnswerHead("text_completion", "cmpl", form.name)
+        self._head = _head("text_completion", "cmpl", form.name)
         model, shows_prompt = form.job.model.model, form.echoes or form.logprobs
         echo = shown_prompt(model, form.prompt) if shows_prompt else ""
         self._logprobs: CompletionLogprobs | None = None
@@ -274,34 +254,35 @@ class CompletionWriter:
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
         said = self._read.whole(events)
-        choice = self._choice(said.text, said.values, said.reason or "stop")
-        return {**self._head.with_choice(**choice), **costs_of(self._job)}
+        answer = self._chunk(said.text, said.values, said.reason or "stop")
+        return {**answer, **costs_of(self._job)}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
         """Yield the chunks of the answer, and one with the numbers of tokens."""
         for part in self._read.parts(events):
-            chunk = self._head.with_choice(**self._choice(part.text, part.values, part.reason))
+            chunk = self._chunk(part.text, part.values, part.reason)
             yield with_times(chunk, self._job) if self._timed or part.ended else chunk
-        yield {**self._head.fields, "choices": [], **costs_of(self._job)}
+        yield {**self._head, "choices": [], **costs_of(self._job)}
 
     def begin(self) -> Chunk:
         """Return a chunk without text."""
-        return self._head.with_choice(**self._choice("", (), None))
+        return self._chunk("", (), None)
 
-    def _choice(
-        self, text: str, values: Sequence[TokenLogprob], reason: str | None
-    ) -> dict[str, Any]:
+    def _chunk(self, text: str, values: Sequence[TokenLogprob], reason: str | None) -> Chunk:
         logprobs = None if self._logprobs is None else self._logprobs.shown(values)
-        choice = {"text": text, "logprobs": logprobs, "finish_reason": reason}
-        return choice if reason is None else with_passages(choice, self._job)
+        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        told = {} if reason is None else passages_of(self._job)
+        return {**self._head, "choices": [{**choice, **told}]}
 
 
-def with_passages(choice: dict[str, Any], job: Answering) -> dict[str, Any]:
-    """Return a choice with the passages that the answer looked at, if they were asked for."""
+def passages_of(job: Answering) -> dict[str, Any]:
+    """Return the field of a choice with the passages that the answer looked at, if they were asked
+    for.
+    """
     if not job.n_passages:
-        return choice
+        return {}
     found = job.passages
-    return {**choice, "passages": None if found is None else [asdict(each) for each in found]}
+    return {"passages": None if found is None else [asdict(each) for each in found]}
 
 
 class ChatWriter:
@@ -310,13 +291,12 @@ class ChatWriter:
     def __init__(self, form: AnswerForm) -> None:
         """Write the answer that `form` describes."""
         self._form, self._job = form, form.job
-        self._head = AnswerHead("chat.completion.chunk", "chatcmpl", form.name)
-        self._names = TokenNames(form.job.model.model)
+        self._head = _head("chat.completion.chunk", "chatcmpl", form.name)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
         form = self._form
-        head, said = AnswerHead("chat.completion", "chatcmpl", form.name), form.whole(events)
+        said = form.whole(events)
         message: dict[str, Any] = {"role": "assistant", "content": said.text}
         if said.thought:
             message["reasoning_content"] = said.thought
@@ -325,11 +305,13 @@ class ChatWriter:
         if said.calls and form.legacy_calls:
             message["function_call"] = said.calls[0]["function"]
         choice = {
+            "index": 0,
             "message": message,
             "logprobs": self._logprobs(said.values),
             "finish_reason": said.reason,
+            **passages_of(self._job),
         }
-        whole = head.with_choice(**with_passages(choice, self._job))
+        whole = {**self._head, "object": "chat.completion", "choices": [choice]}
         told = {}
         if form.verbose:
             shown = without_marks(shown_prompt(self._job.model.model, form.prompt))
@@ -355,7 +337,7 @@ class ChatWriter:
                 n_calls += len(part.calls)
             if part.reason is not None:
                 yield with_times(self._chunk({}, values, part.reason), self._job)
-        yield {**self._head.fields, "choices": [], **costs_of(self._job)}
+        yield {**self._head, "choices": [], **costs_of(self._job)}
 
     def begin(self) -> Chunk:
         """Return the first chunk, which says who speaks."""
@@ -365,15 +347,21 @@ class ChatWriter:
         self, delta: dict[str, Any], values: list[TokenLogprob], reason: str | None = None
     ) -> Chunk:
         """Return a chunk with the log probabilities of the tokens since the last one."""
-        choice = {"delta": delta, "logprobs": self._logprobs(values), "finish_reason": reason}
+        told = {} if reason is None else passages_of(self._job)
+        choice = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": self._logprobs(values),
+            "finish_reason": reason,
+            **told,
+        }
         values.clear()
-        if reason is not None:
-            return self._head.with_choice(**with_passages(choice, self._job))
-        chunk = self._head.with_choice(**choice)
-        is_timed = self._form.timed and self._job.n_written
+        chunk = {**self._head, "choices": [choice]}
+        is_timed = reason is None and self._form.timed and self._job.n_written
         return with_times(chunk, self._job) if is_timed else chunk
 
     def _logprobs(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._form.logprobs or not values:
             return None
-        return {"content": [self._names.shown(each) for each in values], "refusal": None}
+        model = self._job.model.model
+        return {"content": [shown_token(model, each) for each in values], "refusal": None}

@@ -23,7 +23,7 @@ from entropykv.generation.prompt import (
     text_prompt,
 )
 from entropykv.server.chat.constraints import single
-from entropykv.server.dialects.answers import Chunk, TokenNames, timings_of, written
+from entropykv.server.dialects.answers import Chunk, shown_token, timings_of, written
 from entropykv.server.dialects.fields import (
     FIRST_ERROR,
     MOST_LOGPROBS,
@@ -38,7 +38,6 @@ from entropykv.server.dialects.fields import (
     sampler,
 )
 from entropykv.server.dialects.requests import (
-    DOCUMENT,
     MOST_CHOICES,
     GeneratingRequest,
     mixed_tokens,
@@ -78,7 +77,6 @@ class LlamaServerWriter:
         """
         self._job, self._request, self._name = job, request, name
         self._returns_tokens, self._timed, self._fields = returns_tokens, timed, fields
-        self._names = TokenNames(job.model.model)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
         """Return the answer."""
@@ -86,9 +84,7 @@ class LlamaServerWriter:
         shown = said.tokens if self._returns_tokens else []
         answer = {**self._end(said.text, said.ended), "content": said.text, "tokens": shown}
         if self._request.n_logprobs is not None:
-            answer["completion_probabilities"] = [
-                self._names.shown(each, numbered=True) for each in said.values
-            ]
+            answer["completion_probabilities"] = self._shown(said.values)
         if not self._fields:
             return answer
         found = {path: _at(answer, path) for path in self._fields}
@@ -124,10 +120,11 @@ class LlamaServerWriter:
             "tokens_evaluated": job.n_prompt,
         }
         if self._request.n_logprobs is not None and values:
-            chunk["completion_probabilities"] = [
-                self._names.shown(each, numbered=True) for each in values
-            ]
+            chunk["completion_probabilities"] = self._shown(values)
         return {**chunk, "timings": timings_of(job)} if self._timed else chunk
+
+    def _shown(self, values: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return [shown_token(self._job.model.model, each, numbered=True) for each in values]
 
     def _end(self, text: str, ended: Ended | None) -> dict[str, Any]:
         """Return what is known once an answer is complete."""
@@ -189,7 +186,9 @@ class AnswersInList:
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> Any:
         """Return the only answer, or a list of them."""
-        numbered = [{**each, **_index(each, i)} for i, each in enumerate(answers)]
+        numbered = [
+            {**each, "index": i} if "index" in each else each for i, each in enumerate(answers)
+        ]
         return numbered if self._n > 1 else numbered[0]
 
     def chunk(self, index: int, chunk: Chunk) -> Chunk:
@@ -198,10 +197,6 @@ class AnswersInList:
 
     def end(self) -> None:
         """Return nothing: the last chunk of each answer is its end."""
-
-
-def _index(answer: dict[str, Any], number: int) -> dict[str, int]:
-    return {"index": number} if "index" in answer else {}
 
 
 MOST_RESPONSE_FIELDS = 64
@@ -257,7 +252,6 @@ class LlamaServerRequest(GeneratingRequest):
     """Hold what all completions in llama-server's form have in common."""
 
     model: Name | None = None
-    document: Name | None = DOCUMENT
     n_predict: TokenLimit | None = Field(
         default=None,
         validation_alias=AliasChoices("n_predict", "max_tokens", "max_completion_tokens"),
@@ -299,14 +293,8 @@ class LlamaServerRequest(GeneratingRequest):
     n_cache_reuse: int = Field(default=0, ge=0, le=MOST_TOKENS, description="Changes nothing.")
     user: Name | None = None
 
-    def document_name(self) -> str | None:
-        """Return the name of the document that the request names; None without one."""
-        return self.document
-
     def most_written(self) -> int | None:
-        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
-        None if it names none.
-        """
+        """Return the field n_predict."""
         return self.n_predict
 
     @property

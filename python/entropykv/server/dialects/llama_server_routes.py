@@ -15,9 +15,9 @@ from entropykv.server.dialects.fields import FIRST_ERROR, MOST_PIECES, Name, Tok
 from entropykv.server.dialects.requests import check_tokens, mixed_tokens
 from entropykv.server.dialects.responses import ResponsesRequest
 from entropykv.server.engine.engine import Engine
+from entropykv.server.http.access import user_of
 from entropykv.server.http.bodies import BodyRoute
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import user_of
 from entropykv.server.models.held_model import ModelState
 from entropykv.server.models.registry import ModelRegistry
 from entropykv.settings.sampling import RANDOM_SEED
@@ -65,7 +65,7 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
     async def slots(request: Request, model: Name | None = None) -> list[dict[str, Any]]:
         engine = models.engine_of(model)
         user = user_of(request.scope)
-        return [_slot(engine, number, user) for number in range(engine.n_slots)]
+        return [_slot(engine, number, user) for number in range(len(engine.slots))]
 
     @router.get("/lora-adapters")
     async def adapters() -> list[Any]:
@@ -189,7 +189,7 @@ def _props(engine: Engine) -> dict[str, Any]:
                 **{n: model.request_defaults.get(n, getattr(defaults, n)) for n in sampling},
             },
         },
-        "total_slots": engine.n_slots,
+        "total_slots": len(engine.slots),
         "model_alias": model.name,
         "model_path": model.model.geometry.path.name,  # Clients must not learn the folder.
         "modalities": {"vision": model.images is not None, "audio": False},

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -22,6 +21,7 @@ from entropykv.server.dialects.answers import (
     AnswerForm,
     CompletionWriter,
     Writer,
+    usage,
     written,
 )
 from entropykv.server.dialects.fields import (
@@ -90,8 +90,8 @@ class Choices:
             return None
         self._shown = self._shown or _head(chunk)
         choice = {**chunk["choices"][0], "index": index}
-        usage = {"usage": None} if self.usage else {}
-        return {**chunk, **self._shown, "choices": [choice], **usage}
+        cost = {"usage": None} if self.usage else {}
+        return {**chunk, **self._shown, "choices": [choice], **cost}
 
     def end(self) -> dict[str, Any] | None:
         """Return the chunk with the numbers of tokens that ends a stream; None unless `usage` is
@@ -105,36 +105,17 @@ class Choices:
         prompts = [cost for index, cost in self._costs.items() if index % self.n == 0]
         details = [cost.get("completion_tokens_details") for cost in self._costs.values()]
         thoughts = [each["reasoning_tokens"] for each in details if each is not None]
-        usage = _usage(
+        return usage(
             sum(cost["prompt_tokens"] for cost in prompts),
+            sum(cost["prompt_tokens_details"]["cached_tokens"] for cost in prompts),
             sum(cost["completion_tokens"] for cost in self._costs.values()),
+            sum(thoughts) if thoughts else None,
         )
-        cached = sum(cost["prompt_tokens_details"]["cached_tokens"] for cost in prompts)
-        return {**usage, **_details(cached, sum(thoughts) if thoughts else None)}
 
 
 def _head(chunk: dict[str, Any]) -> dict[str, Any]:
     keys = ("id", "object", "created", "model", "system_fingerprint")
     return {key: chunk[key] for key in keys if key in chunk}
-
-
-def _usage(n_prompt: int, n_generated: int) -> dict[str, Any]:
-    """Return the object `usage` of OpenAI's API, which counts tokens."""
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_generated,
-        "total_tokens": n_prompt + n_generated,
-    }
-
-
-def _details(n_cached: int, n_thought: int | None) -> dict[str, Any]:
-    """Return how many tokens of a prompt had been read before, and how many tokens of an answer
-    were thoughts; None if the model has none.
-    """
-    details = {"prompt_tokens_details": {"cached_tokens": n_cached}}
-    if n_thought is not None:
-        details["completion_tokens_details"] = {"reasoning_tokens": n_thought}
-    return details
 
 
 MOST_CHOICES = 128
@@ -192,6 +173,7 @@ class Request(BaseModel):
 class GeneratingRequest(Request, ConstraintFields, SamplerFields):
     """Define the fields that completions and chats have in common."""
 
+    document: Name | None = DOCUMENT
     min_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     logit_bias: Biases | None = None
     logit_bias_type: Literal["input_ids", "tokens"] | None = None
@@ -202,11 +184,17 @@ class GeneratingRequest(Request, ConstraintFields, SamplerFields):
         default=False, description="Whether a stream tells how much of the prompt was read."
     )
 
-    @abstractmethod
-    def most_written(self) -> int | None:
-        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
-        None if it names none.
+    def document_name(self) -> str | None:
+        """Return the name of the document that the request names; None without one. Raises
+        RequestError.
         """
+        return self.document
+
+    def most_written(self) -> int | None:
+        """Return the limit of the answer's tokens that the request itself names, if that is not in
+        its field max_tokens: see TokenLimit; None if it names none.
+        """
+        return None
 
 
 class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ignore[misc]
@@ -216,7 +204,6 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
     prompt: PromptField = Field(  # type: ignore[assignment]
         description="A text or its tokens, or a list of those."
     )
-    document: Name | None = DOCUMENT
     passages: int = PASSAGES
     suffix: str | None = Field(default=None, max_length=MOST_SUFFIX)
     n: int = Field(default=1, ge=1, le=MOST_CHOICES)
@@ -233,16 +220,6 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         default=1.0, validation_alias=AliasChoices("repeat_penalty", "repetition_penalty")
     )
     stream_options: StreamOptions = StreamOptions()
-
-    def document_name(self) -> str | None:
-        """Return the name of the document that the request names; None without one."""
-        return self.document
-
-    def most_written(self) -> int | None:
-        """Return the limit of the answer's tokens that the request itself names: see TokenLimit;
-        None if it names none.
-        """
-        return self.max_tokens if "max_tokens" in self.model_fields_set else None
 
     @property
     def n_jobs(self) -> int:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +23,7 @@ from entropykv.server.chat.chat_request import (
     SchemaFormat,
     TextFormat,
 )
+from entropykv.server.chat.messages import document_named
 from entropykv.server.chat.tool_calls import Function, NamedFunction, NamedTool, Tool
 from entropykv.server.dialects.answers import AnswerForm, timings_of, usage_of
 from entropykv.server.dialects.fields import (
@@ -39,7 +38,6 @@ from entropykv.server.dialects.fields import (
     TokenCount,
 )
 from entropykv.server.dialects.requests import DOCUMENT, Request
-from entropykv.server.documents.asked_document import document_named
 from entropykv.server.engine.answering import Answering
 from entropykv.server.http.errors import RequestError, invalid_within
 from entropykv.server.models.loaded_model import LoadedModel
@@ -62,15 +60,18 @@ def _text_part(text: str) -> dict[str, Any]:
 
 def thought_item(item_id: str, text: str | None) -> dict[str, Any]:
     """Return a reasoning item; without text, one that has just begun."""
-    part = {"type": "reasoning_text", "text": text}
     return {
         "id": item_id,
         "type": "reasoning",
         "status": "in_progress" if text is None else "completed",
         "summary": [],
-        "content": [] if text is None else [part],
+        "content": [] if text is None else [_thought_part(text)],
         "encrypted_content": None,
     }
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def call_item(call: dict[str, Any]) -> dict[str, Any]:
@@ -143,8 +144,8 @@ class ResponseWriter:
         for part in self._form.parts(events):
             calls += part.calls
             reason = part.reason or reason
-            for kind, text in ((_Thought, part.thought), (_Said, part.text)):
-                for event in self._more(kind, text):
+            for is_thought, text in ((True, part.thought), (False, part.text)):
+                for event in self._more(text, is_thought=is_thought):
                     yield {**event, "timings": timings_of(job)} if self._form.timed else event
         yield from self._end_of_text()
         for call in calls:
@@ -157,12 +158,12 @@ class ResponseWriter:
             "timings": timings_of(job),
         }
 
-    def _more(self, kind: type[_TextItem], text: str) -> Iterator[dict[str, Any]]:
+    def _more(self, text: str, *, is_thought: bool) -> Iterator[dict[str, Any]]:
         if not text:
             return
-        if not isinstance(self._open, kind):
+        if self._open is None or not self._open.continues(is_thought=is_thought):
             yield from self._end_of_text()
-            self._open = kind(len(self._output))
+            self._open = _TextItem(len(self._output), is_thought=is_thought)
             yield from self._open.begin()
         yield self._open.more(text)
 
@@ -173,77 +174,48 @@ class ResponseWriter:
         self._open = None
 
 
-class _TextItem(ABC):
-    """Make the events of one item whose text is streamed."""
+class _TextItem:
+    """Make the events of one item whose text is streamed: a message, or a thought."""
 
-    kind: str
-    """The name of the item's events in OpenAI's API."""
-
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, *, is_thought: bool) -> None:
         """Start the item with this index in the output."""
-        self._index = index
-        self._id = f"{self.prefix}_{uuid.uuid4().hex}"
+        self._index, self._is_thought = index, is_thought
+        self._kind = f"response.{'reasoning' if is_thought else 'output'}_text"
+        self._extra: dict[str, Any] = {} if is_thought else {"logprobs": []}
+        self._make, prefix = (thought_item, "rs") if is_thought else (message_item, "msg")
+        self._id = f"{prefix}_{uuid.uuid4().hex}"
         self._text = ""
-
-    prefix: str
-    """The beginning of the item's id."""
-
-    @abstractmethod
-    def make(self, text: str | None) -> dict[str, Any]:
-        """Return the item; without text, one that has just begun."""
-
-    @abstractmethod
-    def part(self, text: str) -> dict[str, Any]:
-        """Return the only part of the item."""
 
     @property
     def item(self) -> dict[str, Any]:
         """Return the item in its current state."""
-        return self.make(self._text)
+        return self._make(self._id, self._text)
+
+    def continues(self, *, is_thought: bool) -> bool:
+        """Tell whether a thought, or what is said, belongs to this item."""
+        return self._is_thought == is_thought
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        item = self.make(None)
+        item = self._make(self._id, None)
         yield {"type": "response.output_item.added", "output_index": self._index, "item": item}
-        yield {"type": "response.content_part.added", **self._place(), "part": self.part("")}
+        yield {"type": "response.content_part.added", **self._place(), "part": self._part()}
 
     def more(self, text: str) -> dict[str, Any]:
         self._text += text
-        return {"type": f"{self.kind}.delta", **self._place(), "delta": text, **self.extra}
-
-    extra: Mapping[str, Any] = MappingProxyType({})
-    """Additional fields of the item's events."""
+        return {"type": f"{self._kind}.delta", **self._place(), "delta": text, **self._extra}
 
     def end(self) -> Iterator[dict[str, Any]]:
-        yield {"type": f"{self.kind}.done", **self._place(), "text": self._text, **self.extra}
-        part = self.part(self._text)
-        yield {"type": "response.content_part.done", **self._place(), "part": part}
+        text = self._text
+        yield {"type": f"{self._kind}.done", **self._place(), "text": text, **self._extra}
+        yield {"type": "response.content_part.done", **self._place(), "part": self._part()}
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self.item}
+
+    def _part(self) -> dict[str, Any]:
+        """Return the only part of the item."""
+        return _thought_part(self._text) if self._is_thought else _text_part(self._text)
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._id, "output_index": self._index, "content_index": 0}
-
-
-class _Said(_TextItem):
-    kind = "response.output_text"
-    prefix = "msg"
-    extra = MappingProxyType({"logprobs": []})
-
-    def make(self, text: str | None) -> dict[str, Any]:
-        return message_item(self._id, text)
-
-    def part(self, text: str) -> dict[str, Any]:
-        return _text_part(text)
-
-
-class _Thought(_TextItem):
-    kind = "response.reasoning_text"
-    prefix = "rs"
-
-    def make(self, text: str | None) -> dict[str, Any]:
-        return thought_item(self._id, text)
-
-    def part(self, text: str) -> dict[str, Any]:
-        return {"type": "reasoning_text", "text": text}
 
 
 def _call_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:

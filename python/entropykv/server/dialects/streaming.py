@@ -6,29 +6,32 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from entropykv.server.dialects.anthropic_requests import anthropic_error
-from entropykv.server.documents.asked_document import asked_document
+from entropykv.server.documents.library import DocumentLibrary
+from entropykv.server.documents.readings import DocumentId, no_documents, not_there
 from entropykv.server.engine.admission import CLIENT_GONE, arrival_of, unless_gone
 from entropykv.server.engine.answering import Answering, AskedDocument
 from entropykv.server.engine.engine import Engine, Job
+from entropykv.server.http.access import SESSION_HEADER, Caller, user_of
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import note_tokens
-from entropykv.server.http.users import Caller, user_of
-from entropykv.server.models.registry import ModelRegistry
+from entropykv.server.models.registry import ModelRegistry, until_answered
 
-SESSION_HEADER = "x-session-id"
-"""The header that names a conversation; without it, most requests do so by the field `user`."""
 _PATIENCE = 5.0
 """Seconds that a stream waits for its first chunk before it answers 200, to detect invalid
 requests.
 """
-_PING_INTERVAL = 15.0
+PING_INTERVAL = 15.0
+"""After how many silent seconds a stream sends something, so that nobody closes it."""
+STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 MOST_UNREAD = 65_536
 """The most chunks of a stream that wait for their client. They take memory, because the model does
 not wait for a client that reads slowly.
@@ -76,73 +79,105 @@ async def respond(
     """
     caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER) or user)
     engine = await models.use(request, model)
-    asked = await asked_document(request, models, engine, document)
+    asked = await _asked_document(request, models, engine, document)
     engine.admission.check(n_jobs)
+    note, arrival = note_tokens(request.scope), arrival_of(request.scope)
+
+    def job(call: Call, emit: Callable[[Any], None] | None = None) -> Job:
+        return Job(call, emit, note, caller, asked, arrival)
+
     if streams:
-        return await _stream(
-            request, engine, calls(), joined, caller, asked, ping=ping, form=form or Events
-        )
-    return await _whole(request, engine, calls(), joined, caller, asked)
-
-
-async def _whole(
-    request: Request,
-    engine: Engine,
-    calls: Sequence[Call],
-    choices: Joined | None,
-    caller: Caller,
-    document: AskedDocument | None,
-) -> Response:
-    """Return the response of calls, which are stopped if the client disconnects.
-
-    `choices` joins their results.
-    """
-    note = note_tokens(request.scope)
-    arrival = arrival_of(request.scope)
-    jobs = [Job(call, None, note, caller, document, arrival) for call in calls]
-    done, answers = await unless_gone(request.receive, engine.generate_all(jobs))
+        return await _stream(request, engine, calls(), job, joined, form or Events, ping=ping)
+    work = engine.generate_all([job(call) for call in calls()])
+    done, answers = await unless_gone(request.receive, work)
     if not done:
         return Response(status_code=CLIENT_GONE)
-    return JSONResponse(answers[0] if choices is None else choices.whole(answers))
+    return JSONResponse(answers[0] if joined is None else joined.whole(answers))
+
+
+async def _asked_document(
+    request: Request, models: ModelRegistry, engine: Engine, name: str | None
+) -> AskedDocument | None:
+    """Return the document that a request names, which stays until the answer was sent; None if it
+    names none.
+
+    The request waits while the document is being read, as long as its client is connected. Raises
+    RequestError.
+    """
+    if name is None:
+        return None
+    reader = engine.documents
+    if reader is None:
+        raise no_documents()
+    kept, document = reader.library, DocumentId(reader.model, user_of(request.scope), name)
+    path = until_answered(request).enter_context(kept.in_use(document))
+    if not await run_in_threadpool(kept.hold, document):
+        if await run_in_threadpool(kept.status, document) is None:
+            raise await run_in_threadpool(_of_another_model, models, kept, document)
+        with engine.admission.jobs_of(1):  # Whoever waits counts as a job.
+            await engine.admission.in_time(request, reader.until_ready(document))
+        if not await run_in_threadpool(kept.hold, document):
+            raise not_there(name)
+    return AskedDocument(name, path)
+
+
+def _of_another_model(
+    models: ModelRegistry, library: DocumentLibrary, document: DocumentId
+) -> RequestError:
+    """Return the error for a document that this model does not have."""
+    for held in models.all():
+        if library.status(DocumentId(held.name, document.user, document.name)) is not None:
+            return RequestError(
+                400,
+                f"the document {document.name!r} was read by the model {held.name!r}, and this "
+                f"request asks {document.model!r}; name that model, or read the text again for "
+                "this one",
+                param="document",
+            )
+    return not_there(document.name)
 
 
 async def _stream(
     request: Request,
     engine: Engine,
     calls: Sequence[Call],
-    choices: Joined | None,
-    caller: Caller,
-    document: AskedDocument | None,
+    job: Callable[[Call, Callable[[Any], None]], Job],
+    joined: Joined | None,
+    form: type[Events],
     *,
     ping: bool,
-    form: type[Events],
 ) -> Response:
     """Return the chunks of calls as events; raises RequestError if one fails before the first
     chunk.
 
-    `choices` joins the chunks; None: they are sent unchanged.
+    `job` makes the job of a call, from the function that gets its chunks. `joined` joins the
+    chunks; None: they are sent unchanged.
     """
     loop = asyncio.get_running_loop()
     chunks: asyncio.Queue[Any] = asyncio.Queue()
 
     def take(index: int, chunk: Any) -> None:
-        shown = chunk if choices is None else choices.chunk(index, chunk)
+        shown = chunk if joined is None else joined.chunk(index, chunk)
         if shown is not None:
             chunks.put_nowait(shown)
 
-    note = note_tokens(request.scope)
-    emits = _emits(loop, chunks, take, len(calls))
-    arrival = arrival_of(request.scope)
-    jobs = [
-        Job(call, emit, note, caller, document, arrival)
-        for call, emit in zip(calls, emits, strict=True)
-    ]
+    def emit(index: int, chunk: Any) -> None:
+        """Take a chunk of the call number `index`, in the thread of a worker."""
+        if chunks.qsize() >= MOST_UNREAD:
+            raise RequestError(
+                408,
+                f"{MOST_UNREAD:,} pieces of the answer wait for their client, which reads too "
+                "slowly; read faster, or ask for fewer choices or tokens",
+            )
+        loop.call_soon_threadsafe(take, index, chunk)
+
+    jobs = [job(call, partial(emit, index)) for index, call in enumerate(calls)]
     work = asyncio.ensure_future(engine.generate_all(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:
         # Retrieve the error; otherwise asyncio logs it if the client has disconnected.
         failed = task.cancelled() or task.exception()
-        last = None if failed or choices is None else choices.end()
+        last = None if failed or joined is None else joined.end()
         if last is not None:
             chunks.put_nowait(last)
         chunks.put_nowait(_END)
@@ -160,32 +195,6 @@ async def _stream(
     return events
 
 
-def _emits(
-    loop: asyncio.AbstractEventLoop,
-    chunks: asyncio.Queue[Any],
-    take: Callable[[int, Any], None],
-    n: int,
-) -> list[Callable[[Any], None]]:
-    """Return, for each of n choices, the function that worker threads call with its chunks.
-
-    It ends the request by RequestError if too many chunks wait for the client.
-    """
-
-    def emits_as(index: int) -> Callable[[Any], None]:
-        def emit(chunk: Any) -> None:
-            if chunks.qsize() >= MOST_UNREAD:
-                raise RequestError(
-                    408,
-                    f"{MOST_UNREAD:,} pieces of the answer wait for their client, which reads too "
-                    "slowly; read faster, or ask for fewer choices or tokens",
-                )
-            loop.call_soon_threadsafe(take, index, chunk)
-
-        return emit
-
-    return [emits_as(index) for index in range(n)]
-
-
 class Events(Response):
     """Send chunks as server-sent events, and [DONE] or an error in the end, as OpenAI does."""
 
@@ -193,11 +202,11 @@ class Events(Response):
 
     def __init__(self, chunks: asyncio.Queue[Any], work: asyncio.Task[Any], *, ping: bool) -> None:
         """Take the queue of the chunks, and the task that fills it; `ping`: see respond()."""
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
         self._chunks = chunks
         self._work = work
-        self._ping_interval = _PING_INTERVAL if ping else None
+        self._ping_interval = PING_INTERVAL if ping else None
         self._first: Any = None
 
     async def wait_for_first(self) -> None:

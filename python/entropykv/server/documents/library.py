@@ -12,10 +12,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from entropykv import system
 from entropykv.errors import (
@@ -42,6 +40,7 @@ from entropykv.server.documents.readings import (
     read_accepted,
 )
 from entropykv.server.http.errors import RequestError
+from entropykv.server.models.catalog import model_folder
 from entropykv.session.document import is_being_read, remove_partial
 from entropykv.session.document_folder import (
     PARTIAL,
@@ -61,15 +60,6 @@ _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MOST_DOCUMENT_NAME - 1}}}"
 _MOST_SUMMARIES = 4096
 
 
-@dataclass(frozen=True)
-class _Summary:
-    """Hold what the header of a document's file says, without its text."""
-
-    n_read: int
-    n_tokens: int
-    n_entries: int
-
-
 class DocumentLibrary:
     """Find, count and remove the documents below a directory; any thread may call it."""
 
@@ -83,7 +73,7 @@ class DocumentLibrary:
         whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
         """
         self._several = several
-        self._summaries: dict[Path, tuple[FileStamp, _Summary]] = {}
+        self._summaries: dict[Path, tuple[FileStamp, dict[str, int]]] = {}
         try:
             self._files = folder_of(directory, limit_bytes)
         except OSError as error:
@@ -98,8 +88,7 @@ class DocumentLibrary:
         """Return the folder of a user's documents of a model."""
         folder = self._files.directory
         if self._several:
-            name = quote(model, safe="")
-            folder = folder / (f"%2E{name[1:]}" if name.startswith(".") else name)
+            folder /= model_folder(model)
         return folder / user if user else folder
 
     def path(self, document: DocumentId) -> Path:
@@ -160,9 +149,7 @@ class DocumentLibrary:
         return self._told(
             document,
             status,
-            tokens_read=summary.n_read,
-            tokens=summary.n_tokens,
-            entries=summary.n_entries,
+            **summary,
             bytes=stamp[1],
             used_at=None if used is None else int(used),
         )
@@ -173,9 +160,9 @@ class DocumentLibrary:
         head = {"id": document.name, "object": "document", "model": document.model}
         return {**head, "status": status, **told, "error": None, **facts}
 
-    def _summary(self, path: Path, stamp: FileStamp) -> _Summary:
-        """Return what the header of a file says; raises SessionFileError if it is not a
-        document.
+    def _summary(self, path: Path, stamp: FileStamp) -> dict[str, int]:
+        """Return the counts in the header of a file for clients; raises SessionFileError if it is
+        not a document.
         """
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
@@ -184,7 +171,11 @@ class DocumentLibrary:
             contents = reader.contents
         if contents.document is None:
             raise SessionFileError(f"{path}: is a saved session, not a document")
-        summary = _Summary(contents.position, contents.document.n_tokens, contents.n_entries)
+        summary = {
+            "tokens_read": contents.position,
+            "tokens": contents.document.n_tokens,
+            "entries": contents.n_entries,
+        }
         if len(self._summaries) >= _MOST_SUMMARIES:
             self._summaries.clear()
         self._summaries[path] = stamp, summary

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 import threading
+from contextlib import closing
 
 from entropykv.errors import DocumentBusyError, EntropyKVError
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import DocumentId, Reading, not_there
+from entropykv.server.http.access import Caller
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import Caller
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.document import read_document
-from entropykv.session.session import Session
 
 _logger = logging.getLogger("entropykv.server")
 _CHECK_INTERVAL = 0.05
@@ -33,7 +33,6 @@ class DocumentReader:
         self.library = library
         self.model = model.name
         self._loaded = model
-        self._pool = model.pool
         self._current: Reading | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="entropykv-documents", daemon=True)
@@ -42,10 +41,6 @@ class DocumentReader:
             # Readings beyond a limit begin when a request asks for their document.
             with contextlib.suppress(RequestError):
                 library.begin(reading)
-
-    def id_of(self, user: str, name: str) -> DocumentId:
-        """Return the id of a user's document of this model."""
-        return DocumentId(self.model, user, name)
 
     async def until_ready(self, document: DocumentId) -> None:
         """Wait until a document was read; raises RequestError if there is none, or if that failed.
@@ -120,33 +115,27 @@ class DocumentReader:
         return None
 
     def _read(self, reading: Reading) -> None:
+        """Read a document from its start, or from where an earlier reading has stopped."""
         self._check(reading)
         self._loaded.control_tokens.check(reading.text.encode("utf-8", "replace"))
         caller = Caller(reading.id.user)
         tenant = caller.tenant(shared_prefixes=self._loaded.shared_prefixes)
-        session = self._pool.session(tenant=tenant)
-        session.name, session.is_document = reading.id.name, True
-        try:
-            self._read_into(session, reading)
-        finally:
-            session.close()
-        self.library.keep(reading.id)
-
-    def _read_into(self, session: Session, reading: Reading) -> None:
-        """Read a document from its start, or from where an earlier reading has stopped."""
 
         def progress(done: int, total: int) -> None:
             reading.n_read, reading.n_tokens = done, total
             self._check(reading)
 
-        read_document(
-            session,
-            reading.text,
-            self.library.path(reading.id),
-            names=reading.names,
-            system=reading.system,
-            progress=progress,
-        )
+        with closing(self._loaded.pool.session(tenant=tenant)) as session:
+            session.name, session.is_document = reading.id.name, True
+            read_document(
+                session,
+                reading.text,
+                self.library.path(reading.id),
+                names=reading.names,
+                system=reading.system,
+                progress=progress,
+            )
+        self.library.keep(reading.id)
 
     def _check(self, reading: Reading) -> None:
         if reading.stop.is_set() or self._closing.is_set():

@@ -228,10 +228,7 @@ class Readings:
     def is_leaving(self, path: Path) -> bool:
         """Tell whether a document is being deleted, and not read anew."""
         with self._changed:
-            return self._is_leaving(path)
-
-    def _is_leaving(self, path: Path) -> bool:
-        return path in self._removals and path not in self._of
+            return path in self._removals and path not in self._of
 
     def names(self, folder: Path) -> set[str]:
         """Return the names of the files in a folder that are read, or could not be read."""
@@ -346,7 +343,7 @@ class Readings:
         """
         with ExitStack() as use:
             with self._changed:
-                if self._is_leaving(path):
+                if self.is_leaving(path):
                     raise not_there(document.name)
                 use.enter_context(self._files.in_use(path))
             yield
@@ -359,7 +356,7 @@ class Readings:
         if it is in use (409), or being deleted already (404).
         """
         with self._changed:
-            if self._is_leaving(path):
+            if self.is_leaving(path):
                 raise not_there(document.name)
             if self._files.is_in_use(path):
                 raise in_use(document.name)
@@ -411,6 +408,11 @@ def _let_go(reading: Reading, *, goes_on: bool) -> None:
         kept.release()
     elif kept is not None:
         kept.remove()
+
+
+def no_documents() -> RequestError:
+    """Return the error for requests for documents at a server that keeps none."""
+    return RequestError(501, "documents are not kept by this server; start it with --documents DIR")
 
 
 def not_there(name: str) -> RequestError:

@@ -20,17 +20,17 @@ from pydantic import BaseModel, Field
 
 from entropykv.files import NOT_UTF8
 from entropykv.server.dialects.fields import MOST_NAME, Name
-from entropykv.server.documents.asked_document import no_documents
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.readings import (
     MOST_DOCUMENT_NAME,
     DocumentId,
     Reading,
+    no_documents,
     not_there,
 )
+from entropykv.server.http.access import user_of
 from entropykv.server.http.bodies import read_body
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import user_of
 from entropykv.server.models.registry import ModelRegistry
 from entropykv.session.document import MOST_TEXT_BYTES
 

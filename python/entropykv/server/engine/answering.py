@@ -17,8 +17,8 @@ from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, g
 from entropykv.generation.prompt import GenerationRequest, check_room
 from entropykv.generation.resuming import as_held, resume, spelled_on
 from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.access import SOMEBODY, Caller
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import SOMEBODY, Caller
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.generate import StepHooks
 from entropykv.session.passages import AttentionSince, Passage

@@ -24,8 +24,8 @@ from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.engine.admission import Admission, Limits, too_late
 from entropykv.server.engine.answering import COUNTS, Answering, AnswerSlot, AskedDocument, Totals
 from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.access import SOMEBODY, Caller
 from entropykv.server.http.errors import RequestError, as_request_error, without_frames
-from entropykv.server.http.users import SOMEBODY, Caller
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.memory_plan import describe_budget
 from entropykv.session.pool import Pool, PoolStats
@@ -196,11 +196,6 @@ class Engine:
     def waiting(self) -> int:
         """Return how many jobs wait or run."""
         return self.admission.jobs
-
-    @property
-    def n_slots(self) -> int:
-        """Return how many choices are answered at a time."""
-        return len(self.slots)
 
     async def generate(
         self,

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from entropykv.errors import EntropyKVError, PoolError
 from entropykv.files import FileStamp, stamp_of
-from entropykv.server.http.users import Caller
+from entropykv.server.http.access import Caller
 from entropykv.session.file import SavedContents
 from entropykv.session.kept_texts import IdleSession
 from entropykv.session.pool import Pool

@@ -12,7 +12,6 @@ import re
 import time
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -24,9 +23,10 @@ from entropykv.server.dialects.fields import Name
 from entropykv.server.engine.answering import Answering, AnswerSlot
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.access import Caller, user_of
 from entropykv.server.http.bodies import read_body
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import Caller, user_of
+from entropykv.server.models.catalog import model_folder
 from entropykv.server.models.registry import ModelRegistry
 
 MOST_FILES = 256
@@ -44,65 +44,60 @@ class SlotFile(BaseModel):
     model: Name | None = None
 
 
-class SlotFiles:
-    """Execute requests for slots and their files."""
+async def _done(
+    engine: Engine, number: int, action: Action, name: str | None, folder: Path, user: str
+) -> dict[str, Any]:
+    """Execute an action when a worker is free; returns llama-server's answer, or raises
+    RequestError.
 
-    def __init__(self, engine: Engine, directory: str | os.PathLike[str]) -> None:
-        """Use a directory that make_directory() has made."""
-        self._engine = engine
-        self._directory = Path(directory)
+    `name`: the file in the folder, which make_directory() has made; None: no file is needed.
+    """
+    if not 0 <= number < len(engine.slots):
+        raise RequestError(404, f"there is no slot {number}; they are 0 to {len(engine.slots) - 1}")
+    caller = Caller(user)
+    slot, prefix_cache = engine.slots[number], engine.prefix_cache
+    path = None if name is None else await asyncio.to_thread(_path, folder, action, name, user)
 
-    async def do(self, number: int, action: Action, name: str | None, user: str) -> dict[str, Any]:
-        """Execute an action when a worker is free; returns llama-server's answer, or raises
-        RequestError.
-        """
-        if not 0 <= number < self._engine.n_slots:
-            raise RequestError(
-                404, f"there is no slot {number}; they are 0 to {self._engine.n_slots - 1}"
-            )
-        caller = Caller(user)
-        slot, prefix_cache = self._engine.slots[number], self._engine.prefix_cache
-        path = None if name is None else await asyncio.to_thread(self._path, action, name, user)
+    def call(_: Answering) -> dict[str, Any]:
+        start = time.perf_counter()
+        if path is None:
+            return {"id_slot": number, "n_erased": _erase(slot, prefix_cache, caller)}
+        try:
+            done = _save_or_restore(action, slot, prefix_cache, caller, path)
+        except EntropyKVError as error:  # Clients must not learn the paths of files.
+            raise RequestError(400, str(error).replace(str(path), str(name))) from None
+        took = round(1000 * (time.perf_counter() - start), 3)
+        timings = {f"{action}_ms": took}
+        return {"id_slot": number, "filename": name, **done, "timings": timings}
 
-        def call(_: Answering) -> dict[str, Any]:
-            start = time.perf_counter()
-            if path is None:
-                return {"id_slot": number, "n_erased": _erase(slot, prefix_cache, caller)}
-            try:
-                done = _save_or_restore(action, slot, prefix_cache, caller, path)
-            except EntropyKVError as error:  # Clients must not learn the paths of files.
-                raise RequestError(400, str(error).replace(str(path), str(name))) from None
-            took = round(1000 * (time.perf_counter() - start), 3)
-            timings = {f"{action}_ms": took}
-            return {"id_slot": number, "filename": name, **done, "timings": timings}
+    result: dict[str, Any] = await engine.generate(call, caller=caller)
+    return result
 
-        result: dict[str, Any] = await self._engine.generate(call, caller=caller)
-        return result
 
-    def _path(self, action: Action, name: str, user: str) -> Path:
-        """Return the path of a file; raises RequestError for a name outside the user's folder."""
-        if not _FILE_NAME.fullmatch(name):
-            raise RequestError(
-                400,
-                "filename: give a name of letters, digits, dots, dashes and underscores, without a "
-                "folder, that begins with no dot",
-                param="filename",
-            )
-        obstacle = system.name_obstacle(name)
-        if obstacle is not None:
-            raise RequestError(400, f"filename: {obstacle}; give another", param="filename")
-        folder = self._directory / user if user else self._directory
-        make_directory(folder)
-        path = folder / name
-        if action == "save" and not path.exists() and _n_files(folder) >= MOST_FILES:
-            raise RequestError(
-                400,
-                f"{MOST_FILES} files are saved, and there may be no more; save to one of them",
-                param="filename",
-            )
-        if action == "restore" and not path.is_file():
-            raise RequestError(400, f"{name}: no such file", param="filename")
-        return path
+def _path(directory: Path, action: Action, name: str, user: str) -> Path:
+    """Return the path of a file; raises RequestError for a name outside the user's folder."""
+    if not _FILE_NAME.fullmatch(name):
+        raise RequestError(
+            400,
+            "filename: give a name of letters, digits, dots, dashes and underscores, without a "
+            "folder, that begins with no dot",
+            param="filename",
+        )
+    obstacle = system.name_obstacle(name)
+    if obstacle is not None:
+        raise RequestError(400, f"filename: {obstacle}; give another", param="filename")
+    folder = directory / user if user else directory
+    make_directory(folder)
+    path = folder / name
+    if action == "save" and not path.exists() and _n_files(folder) >= MOST_FILES:
+        raise RequestError(
+            400,
+            f"{MOST_FILES} files are saved, and there may be no more; save to one of them",
+            param="filename",
+        )
+    if action == "restore" and not path.is_file():
+        raise RequestError(400, f"{name}: no such file", param="filename")
+    return path
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
@@ -171,15 +166,7 @@ def slot_file_routes(models: ModelRegistry, directory: str | None) -> APIRouter:
             body = cast(SlotFile, read_body(SlotFile, await request.body()))
             name, model = body.filename, body.model or model
         engine = await models.use(request, model)
-        files = SlotFiles(engine, _folder_of(models, engine, directory))
-        return await files.do(number, action, name, user_of(request.scope))
+        folder = Path(directory) / (model_folder(engine.model.name) if models.has_several else "")
+        return await _done(engine, number, action, name, folder, user_of(request.scope))
 
     return router
-
-
-def _folder_of(models: ModelRegistry, engine: Engine, directory: str) -> Path:
-    """Return the folder for the files of a model; with several models, each has its own."""
-    if not models.has_several:
-        return Path(directory)
-    name = quote(engine.model.name, safe="")
-    return Path(directory) / (f"%2E{name[1:]}" if name.startswith(".") else name)

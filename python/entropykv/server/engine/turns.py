@@ -18,9 +18,9 @@ from entropykv.files import FileStamp, make_folder, remove_oldest, stamp_of
 from entropykv.server.engine.admission import CLIENT_GONE, arrival_of, too_late
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.prefix_cache import PrefixCache
+from entropykv.server.http.access import Caller, session_in, user_of
 from entropykv.server.http.errors import RequestError
 from entropykv.server.http.request_log import tokens_of
-from entropykv.server.http.users import Caller, user_of
 
 _logger = logging.getLogger(__name__)
 
@@ -107,7 +107,6 @@ class Conversations:
         remove_oldest(files, self._max_bytes, remove)
 
 
-SESSION_HEADER = b"x-session-id"
 REPLICA_HEADER = b"x-entropykv-replica"
 TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
@@ -285,5 +284,4 @@ class _Turn:
 
 
 def _caller(scope: Scope) -> Caller:
-    name = dict(scope["headers"]).get(SESSION_HEADER, b"").decode("latin-1")
-    return Caller(user_of(scope), name or None)
+    return Caller(user_of(scope), session_in(scope["headers"]))

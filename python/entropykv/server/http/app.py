@@ -43,13 +43,20 @@ from entropykv.server.documents.routes import document_routes
 from entropykv.server.engine.admission import LARGE_BODIES, LARGE_BODY, Limits
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.slot_files import make_directory, slot_file_routes
+from entropykv.server.http.access import (
+    ApiKeyCheck,
+    HostHeaderCheck,
+    Keys,
+    OriginCheck,
+    origins_of,
+    shows_text,
+    user_of,
+)
 from entropykv.server.http.bodies import Bodies, BodyRoute
-from entropykv.server.http.browser_checks import HostHeaderCheck, OriginCheck, origins_of
 from entropykv.server.http.docs_page import docs_page
 from entropykv.server.http.errors import ErrorAnswer, ErrorForms, Form, add_error_handlers
 from entropykv.server.http.metrics import PROMETHEUS, as_json, as_prometheus
 from entropykv.server.http.request_log import RequestLog
-from entropykv.server.http.users import ApiKeyCheck, Keys, shows_text, user_of
 from entropykv.server.models.catalog import ModelCatalog, ServedModel
 from entropykv.server.models.loading import cache_options, load_model
 from entropykv.server.models.registry import Leases, ModelRegistry, Room

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.dialects.fields import MOST_DEPTH, MOST_NAME, check_names, check_values
 from entropykv.server.engine.admission import Admission, Body, note_arrival
+from entropykv.server.http.access import session_in
 from entropykv.server.http.errors import RequestError, invalid
 
 _SMALL = 16 << 10
@@ -31,7 +32,6 @@ _READER = ThreadPoolExecutor(1, thread_name_prefix="entropykv-body")
 """Parses larger bodies, one at a time, so that at most one of them competes with the event loop for
 the interpreter.
 """
-_SESSION_HEADER = b"x-session-id"
 
 
 class Bodies:
@@ -63,7 +63,7 @@ class Bodies:
     async def _received(self, scope: Scope, receive: Receive, body: Body) -> bool:
         """Receive the body; returns False if the client has disconnected. Raises RequestError."""
         headers = dict(scope["headers"])
-        if len(headers.get(_SESSION_HEADER, b"")) > MOST_NAME:
+        if len(session_in(scope["headers"]) or "") > MOST_NAME:
             raise RequestError(
                 400, f"X-Session-Id: it may have {MOST_NAME} bytes", param="X-Session-Id"
             )

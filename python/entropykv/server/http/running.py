@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -51,20 +52,19 @@ class LimitedProtocol(H11Protocol):
     and the most seconds until a full send buffer is empty. A closing connection is ended between
     one and two times as many seconds later.
     """
-    _timer: asyncio.TimerHandle | None = None
-    _write_timer: asyncio.TimerHandle | None = None
     _refused = False
-    _close_timer: asyncio.TimerHandle | None = None
     _was_closing = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or refuse it."""
         super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """What runs out after `seconds`: the time for headers, to read (write), and to close."""
         self._end_if_stuck()
         if len(self.connections) > self.most:
             self._refuse(503, "Service Unavailable", "the server has too many connections")
         else:
-            self._start_timer()
+            self._wait_for_headers()
 
     def data_received(self, data: bytes) -> None:
         """Receive data; data between two requests begins the headers of the next one."""
@@ -73,26 +73,24 @@ class LimitedProtocol(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            self._stop_timer()
-        elif self._timer is None and self.cycle is not None and self.cycle.response_complete:
-            self._start_timer()
+            self._stop("headers")
+        elif self.cycle is not None and self.cycle.response_complete:
+            self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
-        self._stop_timer()
-        self._stop_write_timer()
-        if self._close_timer is not None:
-            self._close_timer.cancel()
+        for name in list(self._timers):
+            self._stop(name)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Stop writing, and start the timeout for the client to read."""
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self.seconds, self.transport.abort)
+        self._start("write", self.transport.abort)
 
     def resume_writing(self) -> None:
         """Continue writing."""
-        self._stop_write_timer()
+        self._stop("write")
         super().resume_writing()
 
     def _end_if_stuck(self) -> None:
@@ -101,25 +99,23 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
             return
         self._was_closing = self.transport.is_closing()
-        self._close_timer = self.loop.call_later(self.seconds, self._end_if_stuck)
+        self._start("close", self._end_if_stuck)
 
-    def _stop_write_timer(self) -> None:
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+    def _wait_for_headers(self) -> None:
+        if "headers" not in self._timers:
+            why = f"the headers took longer than {self.seconds:g} seconds"
+            self._start("headers", self._refuse, 408, "Request Timeout", why)
 
-    def _start_timer(self) -> None:
-        late = 408, "Request Timeout", f"the headers took longer than {self.seconds:g} seconds"
-        self._timer = self.loop.call_later(self.seconds, self._refuse, *late)
+    def _start(self, name: str, when_over: Callable[..., object], *arguments: Any) -> None:
+        self._stop(name)
+        self._timers[name] = self.loop.call_later(self.seconds, when_over, *arguments)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _stop(self, name: str) -> None:
+        if (timer := self._timers.pop(name, None)) is not None:
+            timer.cancel()
 
     def _refuse(self, status: int, reason: str, why: str) -> None:
         self._refused = True
-        self._timer = None
         if self.transport.is_closing():
             return
         body = json.dumps(RequestError(status, f"{why}; try again later").body).encode()

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from entropykv.errors import SettingsError
 from entropykv.server.dialects.fields import MOST_NAME
@@ -189,3 +190,9 @@ def parts_of(path: Path) -> list[Path]:
         return [path]
     alike = re.compile(rf"{re.escape(split[1])}-\d{{5}}-of-\d{{5}}\.gguf", re.IGNORECASE)
     return sorted(each for each in path.parent.iterdir() if alike.fullmatch(each.name))
+
+
+def model_folder(name: str) -> str:
+    """Return the name of the folder in which a server of several models keeps files of one."""
+    quoted = quote(name, safe="")
+    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted

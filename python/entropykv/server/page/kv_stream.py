@@ -12,25 +12,23 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from entropykv.server.dialects.fields import MOST_TOKENS as LAST_POSITION
 from entropykv.server.dialects.fields import Name
+from entropykv.server.dialects.streaming import PING_INTERVAL, STREAM_HEADERS
 from entropykv.server.engine.engine import Engine
+from entropykv.server.http.access import Caller, user_of
 from entropykv.server.http.errors import RequestError
-from entropykv.server.http.users import Caller, user_of
 from entropykv.server.models.loaded_model import LoadedModel
-from entropykv.server.models.registry import ModelRegistry
+from entropykv.server.models.registry import ModelRegistry, until_answered
 from entropykv.session.session import Session
-from entropykv.session.shared_pool import PoolStatus
-from entropykv.session.stats import SessionStats
 from entropykv.store.protocol import Shares
 
 _COUNTERS = (
@@ -62,61 +60,32 @@ def conversations(model: LoadedModel, user: str) -> dict[str, Session]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    """Hold the figures of a conversation at one moment."""
+def figures_of(name: str, session: Session) -> dict[str, Any]:
+    """Return the figures of a conversation between two steps, as JSON; `name` is its id in routes.
 
-    id: str
-    name: str | None
-    """The name that the client has given to the conversation, or that of the document."""
-    is_document: bool
-    position: int
-    pool_status: PoolStatus
-    """The status of the conversation among the other sessions of the pool."""
-    stats: SessionStats
-
-    @classmethod
-    def of(cls, name: str, session: Session) -> Holder:
-        """Read the figures of a session, between two steps; `name` is its id in routes."""
-        status, kind = session.cache.pool_status(), session.is_document
-        return cls(name, session.name, kind, session.position, status, session.stats())
-
-    @property
-    def is_swapped_out(self) -> bool:
-        """Tell whether it is swapped out, so that nothing can be shown before its next turn."""
-        return self.pool_status.is_swapped_out
-
-    def key(self) -> tuple[Any, ...]:
-        """Return a key that differs if anything has changed that a viewer sees."""
-        told = dataclasses.replace(self.pool_status, idle_seconds=0.0)
-        stats = self.stats
-        counts = tuple(getattr(stats, name) for name in _COUNTERS)
-        return self.id, self.position, told, stats.kv_bytes_budget, stats.entries_kept, counts
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page; for a swapped out conversation, entries are those that will
-        return.
-        """
-        stats, pool_status = self.stats, self.pool_status
-        return {
-            "id": self.id,
-            "name": self.name,
-            "document": self.is_document,
-            "position": self.position,
-            "state": pool_status.state,
-            "idle_seconds": round(pool_status.idle_seconds, 1),
-            "given_up": pool_status.given_up,
-            "swapped_out": self.is_swapped_out,
-            "swapped_bytes": pool_status.swapped_bytes,
-            "entries": pool_status.swapped_entries if self.is_swapped_out else stats.entries_kept,
-            "entries_full": stats.entries_full,
-            "frozen_entries": stats.frozen_entries,
-            "budget": 0 if self.is_swapped_out else stats.kv_bytes_budget,
-            "bytes": pool_status.pages_bytes if self.is_swapped_out else stats.kv_bytes_now,
-            "bytes_full": stats.kv_bytes_full,
-            "frozen_bytes": stats.frozen_bytes,
-            **{name: getattr(stats, name) for name in _COUNTERS},
-        }
+    The entries of a conversation that is swapped out are those that will return.
+    """
+    stats, status = session.stats(), session.cache.pool_status()
+    is_out = status.is_swapped_out
+    return {
+        "id": name,
+        "name": session.name,
+        "document": session.is_document,
+        "position": session.position,
+        "state": status.state,
+        "idle_seconds": round(status.idle_seconds, 1),
+        "given_up": status.given_up,
+        "swapped_out": is_out,
+        "swapped_bytes": status.swapped_bytes,
+        "entries": status.swapped_entries if is_out else stats.entries_kept,
+        "entries_full": stats.entries_full,
+        "frozen_entries": stats.frozen_entries,
+        "budget": 0 if is_out else stats.kv_bytes_budget,
+        "bytes": status.pages_bytes if is_out else stats.kv_bytes_now,
+        "bytes_full": stats.kv_bytes_full,
+        "frozen_bytes": stats.frozen_bytes,
+        **{counter: getattr(stats, counter) for counter in _COUNTERS},
+    }
 
 
 def pool_figures(model: LoadedModel, user: str) -> dict[str, Any]:
@@ -176,50 +145,31 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
-class Map:
-    """Hold which positions the KV heads of one conversation hold."""
-
-    id: str
-    first: int
-    per_column: int
-    planes: Sequence[Shares]
-    """Three arrays (rows, columns) of the shares of a column's positions that are held, are frozen,
-    and have returned since the last picture: see SessionCache.map().
-    """
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON, in which the planes are concatenated, deflated and base64-encoded."""
-        packed = zlib.compress(b"".join(plane.tobytes() for plane in self.planes), 1)
-        rows, columns = self.planes[0].shape
-        return {
-            "id": self.id,
-            "first": self.first,
-            "per_column": self.per_column,
-            "rows": rows,
-            "columns": columns,
-            "planes": base64.b64encode(packed).decode("ascii"),
-        }
-
-
-@dataclasses.dataclass(frozen=True)
 class Picture:
     """Hold everything that is shown at one moment."""
 
-    pool: dict[str, Any]
-    conversations: Sequence[Holder]
-    map: Map | None
-    """The map of the selected conversation; None if it is swapped out, or if there is none."""
+    told: dict[str, Any]
+    """The figures of the pool and of the conversations, as JSON, and where the map begins."""
+    planes: Sequence[Shares]
+    """Three arrays (rows, columns) of the shares of a column's positions that are held, are frozen,
+    and have returned since the last picture: see SessionCache.map(). Empty if the selected
+    conversation is swapped out, or if there is none.
+    """
     seconds: float
     """CPU seconds that the worker thread spent on it."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page."""
-        return {
-            "time": time.time(),
-            "pool": self.pool,
-            "conversations": [each.to_json() for each in self.conversations],
-            "map": None if self.map is None else self.map.to_json(),
-        }
+        """Return JSON for the page, in which the planes are concatenated, deflated and
+        base64-encoded.
+        """
+        told = {"time": time.time(), **self.told}
+        if self.planes:
+            packed = zlib.compress(b"".join(plane.tobytes() for plane in self.planes), 1)
+            rows, columns = self.planes[0].shape
+            packed_map = {"rows": rows, "columns": columns}
+            planes = base64.b64encode(packed).decode("ascii")
+            told["map"] = {**told["map"], **packed_map, "planes": planes}
+        return told
 
 
 class CacheView:
@@ -241,75 +191,53 @@ class CacheView:
         start = time.thread_time()
         with between_steps(model):
             sessions = conversations(model, self._user)
-            found = [Holder.of(name, session) for name, session in sessions.items()]
+            found = [figures_of(name, session) for name, session in sessions.items()]
             pool = pool_figures(model, self._user)
-            seen = [each.key() for each in found], None if found else pool
+            seen = [{**each, "idle_seconds": 0.0} for each in found], None if found else pool
             if seen == self._seen:
                 return None
             self._seen = seen
-            held = self._map(sessions, found)
-        return Picture(pool, found, held, time.thread_time() - start)
+            place, planes = self._map(sessions)
+        told = {"pool": pool, "conversations": found, "map": place}
+        return Picture(told, planes, time.thread_time() - start)
 
-    def _map(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Map | None:
-        shown = self._chosen(sessions, found)
-        if shown is None or shown.is_swapped_out:
-            return None
-        session = sessions[shown.id]
-        first, per_column, n_columns = self._window.fit(shown.position)
+    def _map(self, sessions: dict[str, Session]) -> tuple[dict[str, Any] | None, Sequence[Shares]]:
+        """Return where the map of the chosen conversation begins, and its planes."""
+        name = self._chosen(sessions)
+        if name is None or sessions[name].cache.pool_status().is_swapped_out:
+            return None, ()
+        session = sessions[name]
+        first, per_column, n_columns = self._window.fit(session.position)
         if self._look is None or self._look[0] is not session:
             self._look = session, session.cache.map()
-        return Map(shown.id, first, per_column, self._look[1](first, per_column, n_columns))
+        place = {"id": name, "first": first, "per_column": per_column}
+        return place, self._look[1](first, per_column, n_columns)
 
-    def _chosen(self, sessions: dict[str, Session], found: Sequence[Holder]) -> Holder | None:
+    def _chosen(self, sessions: dict[str, Session]) -> str | None:
         """Return the requested conversation, or None if it is gone; if none was requested, the last
         one shown, or else the one used last.
         """
         if self._wanted is not None:
-            return next((each for each in found if each.id == self._wanted), None)
+            return self._wanted if self._wanted in sessions else None
         if self._look is not None:
-            for each in found:
-                if sessions[each.id] is self._look[0]:
-                    return each
-        return min(found, key=lambda each: each.pool_status.idle_seconds, default=None)
+            for name, session in sessions.items():
+                if session is self._look[0]:
+                    return name
 
+        def idle_seconds(name: str) -> float:
+            return sessions[name].cache.pool_status().idle_seconds
 
-@dataclasses.dataclass(frozen=True)
-class HeldTokens:
-    """Hold the tokens of a range of positions, and how many KV heads hold each of them."""
-
-    session: Session
-    position: int
-    first: int
-    tokens: list[int]
-    heads: int
-    held: list[int]
-    frozen: list[int]
-    swapped: bool
-    """True if its conversation is swapped out, so that no KV head is counted."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON for the page; a character of several tokens is in the text of the last of
-        them.
-        """
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        texts = (self.session.token_bytes(token, special=True) for token in self.tokens)
-        return {
-            "position": self.position,
-            "first": self.first,
-            "heads": self.heads,
-            "texts": [decoder.decode(text) for text in texts],
-            "held": self.held,
-            "frozen": self.frozen,
-            "swapped_out": self.swapped,
-        }
+        return min(sessions, key=idle_seconds, default=None)
 
 
 def held_tokens(
     model: LoadedModel, user: str, name: str | None, first: int, count: int
-) -> HeldTokens:
-    """Return the tokens of a range of positions; raises RequestError for an unknown conversation.
+) -> dict[str, Any]:
+    """Return the tokens of a range of positions as JSON, and how many KV heads hold, or have
+    frozen, each of them; raises RequestError for an unknown conversation.
 
-    `name` is the conversation's id; None means the user's first one.
+    `name` is the conversation's id; None means the user's first one. A character of several tokens
+    is in the text of the last of them. If the conversation is swapped out, no KV head is counted.
     """
     with between_steps(model):
         sessions = conversations(model, user)
@@ -321,21 +249,27 @@ def held_tokens(
                 else f"there is no conversation {name!r}: it has ended, or never was"
             )
             raise RequestError(404, f"{what}; /v1/kv/stream shows those that there are")
-        return _held_tokens(session, first, count)
-
-
-def _held_tokens(session: Session, first: int, count: int) -> HeldTokens:
-    tokens = session.tokens[first : first + count]
-    heads = sum(len(layer) for layer in session.cache.budgets())
-    held, frozen, _ = session.cache.map()(first, 1, max(len(tokens), 1))
+        tokens = session.tokens[first : first + count]
+        heads = sum(len(layer) for layer in session.cache.budgets())
+        held, frozen, _ = session.cache.map()(first, 1, max(len(tokens), 1))
+        swapped_out = session.cache.pool_status().is_swapped_out
+        position = session.position
     scale = heads if len(held) == 1 else 1
     n_held, n_frozen = (
         (scale * np.count_nonzero(plane, axis=0))[: len(tokens)].tolist()
         for plane in (held, frozen)
     )
-    swapped = session.cache.pool_status().is_swapped_out
-    position = session.position
-    return HeldTokens(session, position, first, tokens, heads, n_held, n_frozen, swapped)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(session.token_bytes(token, special=True)) for token in tokens]
+    return {
+        "position": position,
+        "first": first,
+        "heads": heads,
+        "texts": texts,
+        "held": n_held,
+        "frozen": n_frozen,
+        "swapped_out": swapped_out,
+    }
 
 
 INTERVAL = 0.25
@@ -349,8 +283,6 @@ MOST_SECONDS = 3600
 """After how many seconds a stream ends at the latest, so that no viewer keeps a place for ever."""
 MOST_COLUMNS = 2048
 MOST_TOKENS = 4096
-_PING_INTERVAL = 15.0
-_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Events, until `seconds` have passed or the model is unloaded.",
@@ -392,15 +324,10 @@ def kv_stream_routes(
         """
         engine = models.engine_of(model)
         view = CacheView(user_of(request.scope), Window(first, last, columns), conversation)
-        viewers.enter()
-        try:
-            told = {**await engine.look(about), "text": show_text}
-        except BaseException:
-            viewers.leave()
-            raise
-        return _Watching(
-            viewers, viewers.events(request, engine, told, view, min(seconds, most_seconds))
-        )
+        until_answered(request).enter_context(viewers.watching())
+        told = {**await engine.look(about), "text": show_text}
+        events = _events(request, engine, told, view, min(seconds, most_seconds))
+        return StreamingResponse(events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     @router.get("/v1/kv/text")
     async def text(
@@ -421,7 +348,7 @@ def kv_stream_routes(
         look = partial(
             held_tokens, user=user_of(request.scope), name=conversation, first=first, count=count
         )
-        return (await models.engine_of(model).look(look)).to_json()
+        return await models.engine_of(model).look(look)
 
     return router
 
@@ -430,62 +357,40 @@ class _Viewers:
     def __init__(self) -> None:
         self._count = 0
 
-    def enter(self) -> None:
-        """Count a viewer before the first await, so that the limit holds; raises RequestError
-        (503).
-        """
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Count a viewer in the `with` block; raises RequestError (503) for too many."""
         if self._count >= MOST_VIEWERS:
             raise RequestError(503, f"{MOST_VIEWERS} watch already; close one of their pages")
         self._count += 1
-
-    def leave(self) -> None:
-        self._count -= 1
-
-    async def events(
-        self,
-        request: Request,
-        engine: Engine,
-        model: dict[str, Any],
-        view: CacheView,
-        seconds: float,
-    ) -> AsyncIterator[str]:
-        """Yield events until `seconds` have passed, the viewer disconnects, or the server shuts
-        down.
-        """
         try:
-            told = time.monotonic()
-            end = told + seconds
-            yield _event("model", model)
-            while time.monotonic() < end and not await request.is_disconnected():
-                picture = await engine.look(view.take)
-                now = time.monotonic()
-                if picture is not None:
-                    yield _event("kv", await asyncio.to_thread(_json, engine, picture))
-                    told = now
-                elif now - told > _PING_INTERVAL:
-                    yield ": ping\n\n"
-                    told = now
-                spent = 0.0 if picture is None else picture.seconds
-                pause = max(INTERVAL, spent / MOST_SHARE)
-                await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
-        except RequestError:  # The server shuts down, or the model is unloaded.
-            return
-
-
-class _Watching(StreamingResponse):
-    """Send events to a viewer, and stop counting the viewer at the end, even if nothing
-    was sent.
-    """
-
-    def __init__(self, viewers: _Viewers, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=_HEADERS)
-        self._viewers = viewers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
+            yield
         finally:
-            self._viewers.leave()
+            self._count -= 1
+
+
+async def _events(
+    request: Request, engine: Engine, model: dict[str, Any], view: CacheView, seconds: float
+) -> AsyncIterator[str]:
+    """Yield events until `seconds` have passed, the viewer disconnects, or the server stops."""
+    try:
+        told = time.monotonic()
+        end = told + seconds
+        yield _event("model", model)
+        while time.monotonic() < end and not await request.is_disconnected():
+            picture = await engine.look(view.take)
+            now = time.monotonic()
+            if picture is not None:
+                yield _event("kv", await asyncio.to_thread(_json, engine, picture))
+                told = now
+            elif now - told > PING_INTERVAL:
+                yield ": ping\n\n"
+                told = now
+            spent = 0.0 if picture is None else picture.seconds
+            pause = max(INTERVAL, spent / MOST_SHARE)
+            await asyncio.sleep(max(0.0, min(pause, end - time.monotonic())))
+    except RequestError:  # The server shuts down, or the model is unloaded.
+        return
 
 
 def _json(engine: Engine, picture: Picture) -> dict[str, Any]:

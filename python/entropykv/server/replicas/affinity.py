@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from entropykv.files import json_of
-from entropykv.server.documents.asked_document import is_document_part
+from entropykv.server.chat.messages import is_document_part
 from entropykv.server.documents.routes import document_name, fields_of, is_form
 from entropykv.server.http.errors import RequestError
 

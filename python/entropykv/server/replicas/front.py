@@ -14,7 +14,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from entropykv.server.engine.admission import Admission, Limits, unless_gone
-from entropykv.server.engine.turns import SESSION_HEADER
+from entropykv.server.http.access import session_in
 from entropykv.server.http.bodies import Bodies
 from entropykv.server.http.errors import RequestError
 from entropykv.server.replicas.affinity import affinity_of
@@ -52,10 +52,9 @@ class Front:
     async def _pass(self, scope: Scope, body: bytes, send: Send) -> None:
         passed = {name: scope[name] for name in _PASSED if name in scope}
         headers = dict(scope["headers"])
-        name = headers.get(SESSION_HEADER, b"").decode("latin-1") or None
         user = headers.get(b"authorization", b"").decode("latin-1")
         kind = headers.get(b"content-type", b"").decode("latin-1")
-        affinity = affinity_of(name, user, body, scope["path"], kind)
+        affinity = affinity_of(session_in(scope["headers"]), user, body, scope["path"], kind)
         begun = False
         for _ in range(MOST_TRIES):
             messages = self._answer(passed, body, affinity)

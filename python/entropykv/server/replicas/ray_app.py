@@ -29,13 +29,13 @@ from starlette.types import ASGIApp
 from entropykv import system
 from entropykv.errors import EntropyKVError, MissingExtraError, SettingsError
 from entropykv.server import ModelOptions, ServerOptions, create_app
-from entropykv.server.documents.shared_documents import check_shared, marked
 from entropykv.server.engine.admission import Limits
 from entropykv.server.engine.turns import Conversations, TurnMiddleware
+from entropykv.server.http.access import Keys
 from entropykv.server.http.app import limits_of
-from entropykv.server.http.users import Keys
 from entropykv.server.replicas.affinity import Affinity
 from entropykv.server.replicas.front import answer_whole, front_app
+from entropykv.server.replicas.shared_documents import check_shared, marked
 from entropykv.session.object_storage import is_address
 
 ROUTER = "entropykv.server.replicas.affinity_router.AffinityRouter"
