@@ -160,7 +160,7 @@ def test_a_fraction_is_of_the_context(fraction: float, n_ctx: int) -> None:
         ("uniform:mass+values+predicted", 500),
     ],
 )
-def test_only_adaptive_budgets_with_added_predictions_have_a_smaller_window(
+def test_only_budgets_that_follow_the_text_with_added_predictions_have_a_smaller_window(
     name: str, window: int
 ) -> None:
     policy = policy_named(name, None, "headwise")
@@ -169,6 +169,14 @@ def test_only_adaptive_budgets_with_added_predictions_have_a_smaller_window(
     assert plan.floor_entries == 4 + window
     given = plan_headwise(Budget.parse(1000), SHAPES, 4096, "q8_0", policy, None, 4, 700)
     assert given.protection.recent_window == 700
+
+
+@pytest.mark.parametrize(("name", "eighths"), [("guided", 3), ("profile", 4)])
+def test_curves_that_count_alone_leave_the_window_they_were_measured_with(
+    name: str, eighths: int
+) -> None:
+    policy = policy_named(f"{name}:mass+values+predicted", PROFILE, "headwise")
+    assert policy.window_eighths == eighths
 
 
 def test_a_fraction_loses_no_entry_to_rounding() -> None:

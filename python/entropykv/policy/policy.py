@@ -52,8 +52,8 @@ WINDOW_EIGHTHS_WITH_LOOKUPS = 3
 queries gave.
 
 The smaller window leaves room for the heads that look things up. Without predictions, entries that
-have just left the window rank too low, because few queries have seen them; and the loss curves of a
-profile were measured with the larger window.
+have just left the window rank too low, because few queries have seen them. Where the loss curves of
+a profile count alone, the window is the larger one, with which they were measured.
 """
 
 
@@ -259,6 +259,6 @@ class Policy:
         """Return how many eighths of the mean budget the recent window takes, unless the user gives
         a window.
         """
-        if self.rule is BudgetRule.LOSSES and self.importance.adds_predictions:
+        if self.rule.by_losses and self.importance.adds_predictions:
             return WINDOW_EIGHTHS_WITH_LOOKUPS
         return WINDOW_EIGHTHS

@@ -174,9 +174,9 @@ class CacheOptions:
         metavar="N",
         kind=int,
         least=1,
-        instead="half of the mean budget; policy adaptive with modifier predicted (auto without a "
-        "profile): three eighths of it; policies layer and layer-range: half of each layer's own "
-        "budget, sinks included",
+        instead="half of the mean budget; policies adaptive (auto without a profile) and guided "
+        "with modifier predicted: three eighths of it; policies layer and layer-range: half of "
+        "each layer's own budget, sinks included",
     )
     freeze: Freezing | str | None = option(
         None,
