@@ -4,6 +4,8 @@ folder.
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import shutil
 import signal
@@ -66,6 +68,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if lacking:
             reason = f"needs {', '.join(lacking)}, which this system or user does not have"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own, for at most two minutes."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    talk = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    asyncio.run(asyncio.wait_for(talk, 120))
+    return True
 
 
 OWN_FOLDERS = {".git", ".venv", "build", "dist", "__pycache__", "node_modules"}

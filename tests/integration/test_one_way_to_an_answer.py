@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 pytest.importorskip("fastapi")
@@ -19,6 +18,7 @@ from entropykv import EntropyLlama, Pool, Session
 from entropykv.cli import main
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from tests.support.running_server import MODEL
+from tests.support.served import client_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}[/{{ m.role }}]"
@@ -89,8 +89,7 @@ def of_server(template: str | None, sampling: dict[str, Any]) -> dict[str, list[
     async def talk() -> None:
         options = ModelOptions(model=str(MODEL), chat_template=template, **CACHE)
         app = await asyncio.to_thread(create_app, options, ServerOptions())
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        async with client_of(app) as client:
             for path, body in bodies.items():
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 200, answer.text
@@ -137,7 +136,7 @@ def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_pat
 
 
 @pytest.mark.parametrize("parallel", [1, 4])
-def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
+async def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
     """A server keeps the same entries of a long prompt as a session, because both read it in the
     same pieces.
     """
@@ -153,21 +152,14 @@ def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> 
         written = list(session.generate(tokens, N, temperature=0.0, min_tokens=N))
         expected = [*tokens, *written][:-1], session.stats().evictions
 
-    async def talk() -> tuple[list[int], int]:
-        app = create_app(
-            ModelOptions(model=str(MODEL), parallel=parallel, **cache), ServerOptions()
-        )
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            body = {"prompt": text, "max_tokens": N, "min_tokens": N, "temperature": 0.0}
-            answer = await client.post("/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            engine = app.state.engine
-            found = engine.slots[0].latest.tokens, engine.stats.evictions
-        engine.close()
-        return found
-
-    tokens_read, n_evicted = asyncio.run(talk())
+    app = create_app(ModelOptions(model=str(MODEL), parallel=parallel, **cache), ServerOptions())
+    async with client_of(app) as client:
+        body = {"prompt": text, "max_tokens": N, "min_tokens": N, "temperature": 0.0}
+        answer = await client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        engine = app.state.engine
+        tokens_read, n_evicted = engine.slots[0].latest.tokens, engine.stats.evictions
+    engine.close()
     assert tokens_read == expected[0][: len(tokens_read)]
     assert n_evicted == expected[1]
     assert n_evicted > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import re
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,7 +23,15 @@ from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.session.reader import SequenceReader
 from tests.support.command import python
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import LONG, MESSAGES, PROMPT, assert_next_is_right, complete, served
+from tests.support.served import (
+    LONG,
+    MESSAGES,
+    PROMPT,
+    assert_next_is_right,
+    client_of,
+    complete,
+    served,
+)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -115,42 +121,36 @@ def test_a_whole_answer_ends_where_its_client_leaves(client: openai.OpenAI, serv
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_within_is_a_500_and_harms_nobody(
+async def test_an_error_within_is_a_500_and_harms_nobody(
     monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("llama_decode returned -3")
 
-    async def talk() -> None:
-        app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
-        transport = httpx.ASGITransport(app)
-        body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 5}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            right = (await client.post("/v1/completions", json=body)).json()
-            with monkeypatch.context() as patch:
-                patch.setattr(SequenceReader, "read", broken)
-                other = {**body, "prompt": f"{PROMPT} again", "stream": stream}
-                failed = await client.post("/v1/completions", json=other)
-            again = (await client.post("/v1/completions", json=body)).json()
-        app.state.engine.close()
-        assert failed.status_code == 500
-        assert "llama_decode returned -3" in failed.json()["error"]["message"]
-        assert again["choices"] == right["choices"]
-
-    asyncio.run(talk())
+    app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
+    body = {"prompt": PROMPT, "temperature": 0.0, "max_tokens": 5}
+    async with client_of(app) as client:
+        right = (await client.post("/v1/completions", json=body)).json()
+        with monkeypatch.context() as patch:
+            patch.setattr(SequenceReader, "read", broken)
+            other = {**body, "prompt": f"{PROMPT} again", "stream": stream}
+            failed = await client.post("/v1/completions", json=other)
+        again = (await client.post("/v1/completions", json=body)).json()
+    app.state.engine.close()
+    assert failed.status_code == 500
+    assert "llama_decode returned -3" in failed.json()["error"]["message"]
+    assert again["choices"] == right["choices"]
 
 
-def test_the_model_can_be_reached_before_it_is_freed() -> None:
+async def test_the_model_can_be_reached_before_it_is_freed() -> None:
     seen: list[int] = []
 
-    async def talk() -> None:
-        app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
-        engine = app.state.engine
-        engine.before_close(lambda model: seen.append(model.model.n_vocab))
-        async with app.router.lifespan_context(app):
-            seen.append(await engine.call(lambda model: model.model.n_vocab))
+    app = create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions())
+    engine = app.state.engine
+    engine.before_close(lambda model: seen.append(model.model.n_vocab))
+    async with app.router.lifespan_context(app):
+        seen.append(await engine.call(lambda model: model.model.n_vocab))
 
-    asyncio.run(talk())
     assert seen[0] == seen[1] > 0
 
 

@@ -16,7 +16,7 @@ import pytest
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.http.running import Starting
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import ORIGIN, PROMPT, completion, served, tokens_of
+from tests.support.served import ORIGIN, PROMPT, client_of, completion, served, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -85,37 +85,32 @@ def test_the_log_has_one_line_for_a_request_and_nothing_that_was_said() -> None:
     assert "secret" not in errors
 
 
-def test_the_server_listens_while_it_loads() -> None:
+async def test_the_server_listens_while_it_loads() -> None:
     ready, loaded = threading.Event(), asyncio.Event()
 
     def load() -> Any:
         assert ready.wait(30)
         return create_app(ModelOptions(model=str(MODEL), n_threads=1), ServerOptions(api_key=KEY))
 
-    async def talk() -> list[httpx.Response]:
-        app = Starting(load)
-        app.when_done = loaded.set
-        incoming: asyncio.Queue[Any] = asyncio.Queue()
-        await incoming.put({"type": "lifespan.startup"})
-        sent: list[Any] = []
+    app = Starting(load)
+    app.when_done = loaded.set
+    incoming: asyncio.Queue[Any] = asyncio.Queue()
+    await incoming.put({"type": "lifespan.startup"})
+    sent: list[Any] = []
 
-        async def send(message: Any) -> None:
-            sent.append(message)
+    async def send(message: Any) -> None:
+        sent.append(message)
 
-        life = asyncio.ensure_future(app({"type": "lifespan"}, incoming.get, send))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            while not sent:
-                await asyncio.sleep(0.01)
-            answers = [await client.get("/health")]
-            ready.set()
-            await loaded.wait()
-            answers += [await client.get("/health"), await client.get("/v1/models")]
-        await incoming.put({"type": "lifespan.shutdown"})
-        await life
-        return answers
-
-    loading, healthy, keyless = asyncio.run(talk())
+    life = asyncio.ensure_future(app({"type": "lifespan"}, incoming.get, send))
+    async with client_of(app) as client:
+        while not sent:
+            await asyncio.sleep(0.01)
+        loading = await client.get("/health")
+        ready.set()
+        await loaded.wait()
+        healthy, keyless = await client.get("/health"), await client.get("/v1/models")
+    await incoming.put({"type": "lifespan.shutdown"})
+    await life
     assert loading.status_code == 503
     assert loading.json()["error"]["code"] == "model_loading"
     assert healthy.json() == {"status": "ok"}

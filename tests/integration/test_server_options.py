@@ -4,12 +4,10 @@ ladder.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from entropykv.cli.parser import CommandParser
@@ -21,7 +19,7 @@ from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.models.loading import path_of
 from entropykv.settings.cores import usable_cores
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import ORIGIN, served
+from tests.support.served import ORIGIN, client_of, served
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +151,7 @@ def test_other_words_are_refused_in_a_sentence(words: list[str], way_out: str) -
         options_of("-m", "x.gguf", *words)
 
 
-def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> None:
+async def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m['content'] }}{% endfor %} {{ mood }}", encoding="utf-8"
@@ -167,30 +165,24 @@ def test_what_requests_leave_out_comes_from_the_command_line(tmp_path: Path) -> 
         **options,
     )
 
-    async def talk() -> None:
-        app = create_app(model, ServerOptions())
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            for _ in range(2):  # Both requests are greedy.
-                answer = await client.post("/v1/completions", json={"prompt": "The old"})
-                assert answer.json()["usage"]["completion_tokens"] == 3
-                texts.append(answer.json()["choices"][0]["text"])
-            longer = await client.post(
-                "/v1/completions", json={"prompt": "The old", "max_tokens": 5}
-            )
-            assert longer.json()["usage"]["completion_tokens"] == 5
-            chat = {"messages": [{"role": "user", "content": "The old"}]}
-            answer = await client.post("/v1/chat/completions", json=chat)
-            tokens = app.state.engine.model.tokenize("The old cheerfully")
-            assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
-            assert answer.json()["usage"]["completion_tokens"] == 3
-            props = (await client.get("/props")).json()
-            assert props["chat_template"] == model.chat_template
-            assert props["default_generation_settings"]["params"]["temperature"] == 0.0
-        app.state.engine.close()
-
+    app = create_app(model, ServerOptions())
     texts: list[str] = []
-    asyncio.run(talk())
+    async with client_of(app) as client:
+        for _ in range(2):  # Both requests are greedy.
+            answer = await client.post("/v1/completions", json={"prompt": "The old"})
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            texts.append(answer.json()["choices"][0]["text"])
+        longer = await client.post("/v1/completions", json={"prompt": "The old", "max_tokens": 5})
+        assert longer.json()["usage"]["completion_tokens"] == 5
+        chat = {"messages": [{"role": "user", "content": "The old"}]}
+        answer = await client.post("/v1/chat/completions", json=chat)
+        tokens = app.state.engine.model.tokenize("The old cheerfully")
+        assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        props = (await client.get("/props")).json()
+        assert props["chat_template"] == model.chat_template
+        assert props["default_generation_settings"]["params"]["temperature"] == 0.0
+    app.state.engine.close()
     assert texts[0] == texts[1]
     with pytest.raises(SettingsError, match="--chat-template-file"):
         create_app(
@@ -212,20 +204,15 @@ def test_a_model_without_an_alias_has_the_name_of_its_file() -> None:
     assert ModelOptions(model="/somewhere/file.gguf").served_name == "file.gguf"
 
 
-def test_the_ladder_is_climbed_and_shown() -> None:
+async def test_the_ladder_is_climbed_and_shown() -> None:
     options = {"freeze": "ram", "kv_budget": "32", "recovery": "full", "recovery_deviations": 0.01}
 
-    async def talk() -> dict[str, int]:
-        app = create_app(ModelOptions(model=str(MODEL), n_threads=1, **options), ServerOptions())
-        transport = httpx.ASGITransport(app)
-        body = {"prompt": "Another text " * 40, "max_tokens": 60, "temperature": 2.0, "seed": 1}
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            assert (await client.post("/v1/completions", json=body)).status_code == 200
-            climbs = (await client.get("/v1/kv")).json()["climbs"]
-        app.state.engine.close()
-        return dict(climbs)
-
-    climbs = asyncio.run(talk())
+    app = create_app(ModelOptions(model=str(MODEL), n_threads=1, **options), ServerOptions())
+    body = {"prompt": "Another text " * 40, "max_tokens": 60, "temperature": 2.0, "seed": 1}
+    async with client_of(app) as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        climbs = (await client.get("/v1/kv")).json()["climbs"]
+    app.state.engine.close()
     assert climbs
     assert climbs.keys() <= {"soft", "window", "full"}
 

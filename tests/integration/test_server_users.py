@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.engine.turns import Conversations, TurnMiddleware
 from tests.support.command import started
 from tests.support.running_server import KEY, MODEL, Server
-from tests.support.served import served
+from tests.support.served import client_of, served
 
 ANNA, BEN = "anna-has-this-key", "ben-has-this-key"
 SECRET = "The old garden has a secret door beside the wall of the house. " * 8
@@ -152,12 +151,9 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
+async def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
     keys: Path, tmp_path: Path, parallel: int
 ) -> None:
-    """A name with another key is another conversation, also in the app of a replica, which runs
-    without Ray here.
-    """
     model = ModelOptions(
         model=str(MODEL), n_ctx=2048, kv_budget="1500", n_threads=1, parallel=parallel
     )
@@ -176,9 +172,8 @@ def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
         assert answer.status_code == 200, answer.text
         return int(answer.headers["x-entropykv-tokens-read"])
 
-    async def use() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    with contextlib.closing(engine):
+        async with client_of(app) as client:
             whole = await read(client, ANNA, "work")
             assert await read(client, BEN, "work") == whole > 100
             assert await read(client, BEN, None) < whole // 4, "his own text, under no name"
@@ -186,11 +181,6 @@ def test_a_name_is_another_conversation_for_another_key_also_of_replicas(
                 assert await read(client, key, "work") < whole // 4
             shown = await client.get("/v1/kv/text", headers={"authorization": f"Bearer {BEN}"})
             assert shown.status_code == (404 if parallel == 1 else 200)
-
-    try:
-        asyncio.run(use())
-    finally:
-        engine.close()
     assert len(list(tmp_path.glob("*.session"))) == 2
 
 

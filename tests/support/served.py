@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import httpx
 import openai
 
 from entropykv import EntropyLlama
@@ -49,3 +50,9 @@ ORIGIN = "http://localhost:3000"
 def tokens_of(server: Server, text: str, **options: Any) -> Any:
     body = {"content": text, **options}
     return server.post("/tokenize", json.dumps(body)).json()["tokens"]
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    """Return a client of an app that runs in this event loop."""
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)

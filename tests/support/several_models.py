@@ -19,6 +19,7 @@ from entropykv.server.http import app as app_module
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.server.models.loading import load_model
 from entropykv.server.models.registry import ModelRegistry
+from tests.support.served import client_of
 from tests.support.tiny_models import write_llama
 from tests.support.waiting import until
 
@@ -132,13 +133,7 @@ async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
     app_module.load_model = gates.load
     try:
         app = await asyncio.to_thread(create_app, models, ServerOptions(**server))
-        transport = httpx.ASGITransport(app)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(
-                transport=transport, base_url="http://localhost", timeout=60
-            ) as client,
-        ):
+        async with app.router.lifespan_context(app), client_of(app) as client:
             yield Running(app, client, gates)
     finally:
         app_module.load_model = before

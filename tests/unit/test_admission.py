@@ -105,9 +105,6 @@ PIECES = {
 
 @pytest.mark.parametrize("name", PIECES)
 def test_an_invalid_body_of_any_size_is_refused_by_its_first_errors(name: str) -> None:
-    """An invalid body of any size is refused in little time and memory, with its first errors
-    only.
-    """
     model, around, piece = PIECES[name]
     body = (around % ",".join([piece] * (2_000_000 // len(piece)))).encode()
 
@@ -191,12 +188,9 @@ def test_waiting_is_counted_in_jobs() -> None:
     assert admission.jobs == 0
 
 
-def test_a_job_that_missed_the_call_to_stop_is_called_again(
+async def test_a_job_that_missed_the_call_to_stop_is_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A job that misses a call to stop, between its last check and waiting for room, is called
-    again.
-    """
     calls: list[Answering] = []
     interrupted = threading.Event()
 
@@ -213,17 +207,15 @@ def test_a_job_that_missed_the_call_to_stop_is_called_again(
         begun.set()
         assert interrupted.wait(60)
 
-    async def leave() -> None:
-        task = asyncio.ensure_future(engine.generate_all([Job(wait_for_room, None, None)]))
-        await asyncio.to_thread(begun.wait, 60)
-        task.cancel()
-        await until(lambda: not engine.running)
+    task = asyncio.ensure_future(engine.generate_all([Job(wait_for_room, None, None)]))
+    await asyncio.to_thread(begun.wait, 60)
+    task.cancel()
+    await until(lambda: not engine.running)
 
-    asyncio.run(leave())
     engine.close()
 
 
-def test_who_looks_at_the_model_waits_for_no_answer() -> None:
+async def test_who_looks_at_the_model_waits_for_no_answer() -> None:
     engine = engine_of()
     begun, go_on = threading.Event(), threading.Event()
 
@@ -234,23 +226,19 @@ def test_who_looks_at_the_model_waits_for_no_answer() -> None:
     def fail(_: Any) -> None:
         raise EntropyKVError("the pool is closed; make a new one")
 
-    async def look() -> None:
-        task = asyncio.ensure_future(engine.generate_all([Job(answer, None, None)]))
-        assert await asyncio.to_thread(begun.wait, 60)
-        assert await engine.look(lambda model: model.name) == "fake"
-        with pytest.raises(EntropyKVError, match="the pool is closed"):
-            await engine.look(fail)
-        go_on.set()
-        await task
-        await asyncio.to_thread(engine.close)
-        with pytest.raises(RequestError, match="shutting down"):
-            await engine.look(fail)
-
-    asyncio.run(look())
+    task = asyncio.ensure_future(engine.generate_all([Job(answer, None, None)]))
+    assert await asyncio.to_thread(begun.wait, 60)
+    assert await engine.look(lambda model: model.name) == "fake"
+    with pytest.raises(EntropyKVError, match="the pool is closed"):
+        await engine.look(fail)
+    go_on.set()
+    await task
+    await asyncio.to_thread(engine.close)
+    with pytest.raises(RequestError, match="shutting down"):
+        await engine.look(fail)
 
 
-def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
-    """An answer whose decode is interrupted because the server ends is refused."""
+async def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
     engine = engine_of()
     begun = threading.Event()
 
@@ -261,18 +249,16 @@ def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> None:
 
     job = Job(wait_for_room, None, None)
 
-    async def close() -> None:
-        task = asyncio.ensure_future(engine.generate_all([job]))
-        assert await asyncio.to_thread(begun.wait, 60)
-        await asyncio.to_thread(engine.close)
-        with pytest.raises(RequestError, match="shutting down"):
-            await task
+    task = asyncio.ensure_future(engine.generate_all([job]))
+    assert await asyncio.to_thread(begun.wait, 60)
+    await asyncio.to_thread(engine.close)
+    with pytest.raises(RequestError, match="shutting down"):
+        await task
 
-    asyncio.run(close())
     assert engine.outcomes["stopped"] == 1
 
 
-def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that ends while it is being stopped does not pass the stop on to the next job of the
     model.
     """
@@ -293,19 +279,17 @@ def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) ->
     first = Job(wait_for_the_stop, None, None)
     second = Job(lambda _: None, None, None)
 
-    async def both() -> None:
-        tasks = [asyncio.ensure_future(engine.generate_all([job])) for job in (first, second)]
-        assert await asyncio.to_thread(begun.wait, 60)
-        tasks[0].cancel()
-        await tasks[1]
+    tasks = [asyncio.ensure_future(engine.generate_all([job])) for job in (first, second)]
+    assert await asyncio.to_thread(begun.wait, 60)
+    tasks[0].cancel()
+    await tasks[1]
 
-    asyncio.run(both())
     assert stopped
     assert second not in stopped
     engine.close()
 
 
-def test_seconds_of_a_request_go_by_while_it_waits() -> None:
+async def test_seconds_of_a_request_go_by_while_it_waits() -> None:
     engine = engine_of(request_seconds=60)
     begun, release = threading.Event(), threading.Event()
 
@@ -313,20 +297,18 @@ def test_seconds_of_a_request_go_by_while_it_waits() -> None:
         begun.set()
         assert release.wait(60)
 
-    async def two() -> None:
-        slow = Job(answer, None, None, arrival=time.monotonic() + 3600)
-        first = asyncio.ensure_future(engine.generate_all([slow]))
-        assert await asyncio.to_thread(begun.wait, 60)
-        late = Job(lambda _: None, None, None, arrival=time.monotonic() - 61)
-        with pytest.raises(RequestError) as caught:
-            await engine.generate_all([late])
-        assert caught.value.status_code == 504
-        # The first request is still running, so that the second one had to wait for it.
-        assert engine.running
-        release.set()
-        await first
+    slow = Job(answer, None, None, arrival=time.monotonic() + 3600)
+    first = asyncio.ensure_future(engine.generate_all([slow]))
+    assert await asyncio.to_thread(begun.wait, 60)
+    late = Job(lambda _: None, None, None, arrival=time.monotonic() - 61)
+    with pytest.raises(RequestError) as caught:
+        await engine.generate_all([late])
+    assert caught.value.status_code == 504
+    # The first request is still running, so that the second one had to wait for it.
+    assert engine.running
+    release.set()
+    await first
 
-    asyncio.run(two())
     engine.close()
 
 
@@ -427,26 +409,23 @@ def test_bodies_have_limits_of_bytes_and_seconds() -> None:
     assert status(piece(b"123456789")) == 200  # Refused bodies are no longer counted.
 
 
-def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
-    """A slow upload holds no place in the queue of a model before its body has arrived."""
+async def test_a_slow_upload_occupies_no_place_in_the_queue(tmp_path: Path) -> None:
     engine = engine_of(client_seconds=60)
     conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(echo, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)
 
-    async def both() -> None:
-        waits = asyncio.Event()
-        begin = piece(b"{", more=True)
-        slow = asyncio.ensure_future(status_of(app, scope(), begin, waits=waits))
-        await waits.wait()
-        assert await asyncio.wait_for(status_of(app, scope(), piece(b"{}")), 60) == 200
-        slow.cancel()
+    waits = asyncio.Event()
+    begin = piece(b"{", more=True)
+    slow = asyncio.ensure_future(status_of(app, scope(), begin, waits=waits))
+    await waits.wait()
+    assert await asyncio.wait_for(status_of(app, scope(), piece(b"{}")), 60) == 200
+    slow.cancel()
 
-    asyncio.run(both())
     engine.close()
 
 
-def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
+async def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
     """A request whose client has left gets no turn, and so its conversation is not loaded."""
     engine = engine_of()
     release = asyncio.Event()
@@ -461,23 +440,21 @@ def test_who_waits_for_a_turn_and_leaves_waits_no_more(tmp_path: Path) -> None:
     conversations = Conversations(tmp_path, 1 << 20, engine.prefix_cache)
     turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
 
-    async def three() -> None:
-        first = asyncio.ensure_future(status_of(turns, scope(), piece(b"1")))
-        await until(lambda: inside)
-        third = asyncio.ensure_future(status_of(turns, scope(), piece(b"3")))
-        gone = status_of(turns, scope(), piece(b"2"), {"type": "http.disconnect"})
-        assert await asyncio.wait_for(gone, 60) == 499
-        assert not first.done()
-        release.set()
-        assert [await first, await third] == [200, 200]
-        assert inside == [b"1", b"3"]
+    first = asyncio.ensure_future(status_of(turns, scope(), piece(b"1")))
+    await until(lambda: inside)
+    third = asyncio.ensure_future(status_of(turns, scope(), piece(b"3")))
+    gone = status_of(turns, scope(), piece(b"2"), {"type": "http.disconnect"})
+    assert await asyncio.wait_for(gone, 60) == 499
+    assert not first.done()
+    release.set()
+    assert [await first, await third] == [200, 200]
+    assert inside == [b"1", b"3"]
 
-    asyncio.run(three())
     engine.close()
 
 
 @pytest.mark.parametrize("limits", [{"max_waiting": 1}, {"request_seconds": 60}])
-def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(
+async def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(
     tmp_path: Path, limits: dict[str, float]
 ) -> None:
     engine = engine_of(**limits)
@@ -493,22 +470,20 @@ def test_who_waits_for_a_turn_is_counted_and_has_a_limit_of_time(
     turns = TurnMiddleware(slow, engine=engine, conversations=conversations, replica="one")
     app = Bodies(turns, engine.admission)
 
-    async def three() -> None:
-        first = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
-        await begun.wait()
-        if "max_waiting" in limits:
-            second = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
-            await until(lambda: turns._waiting[None] == 2)
-            assert await status_of(app, scope(), piece(b"{}")) == 429
-            release.set()
-            assert await second == 200
-        else:
-            late = {**scope(), admission_module._ARRIVAL: time.monotonic() - 61}
-            assert await status_of(app, late, piece(b"{}")) == 504
+    first = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
+    await begun.wait()
+    if "max_waiting" in limits:
+        second = asyncio.ensure_future(status_of(app, scope(), piece(b"{}")))
+        await until(lambda: turns._waiting[None] == 2)
+        assert await status_of(app, scope(), piece(b"{}")) == 429
         release.set()
-        assert await first == 200
+        assert await second == 200
+    else:
+        late = {**scope(), admission_module._ARRIVAL: time.monotonic() - 61}
+        assert await status_of(app, late, piece(b"{}")) == 504
+    release.set()
+    assert await first == 200
 
-    asyncio.run(three())
     engine.close()
 
 

@@ -19,7 +19,7 @@ from entropykv.server.http.running import protocol_of
 from tests.support.waiting import until
 
 
-def test_a_client_that_does_not_read_loses_its_connection() -> None:
+async def test_a_client_that_does_not_read_loses_its_connection() -> None:
     ended = asyncio.Event()
 
     async def endless(_: Any, receive: Any, send: Any) -> None:
@@ -32,22 +32,18 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
                 gone = asyncio.ensure_future(receive())
         ended.set()
 
-    async def run() -> float:
-        async with running(endless) as (_, listener):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
-            writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            start = time.monotonic()
-            assert await reader.read(10)  # Only a part arrives, because the buffer is soon full.
-            await asyncio.wait_for(ended.wait(), 20)
-            seconds = time.monotonic() - start
-            writer.transport.abort()
-            return seconds
-
-    assert asyncio.run(run()) > 0.4
+    async with running(endless) as (_, listener):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        start = time.monotonic()
+        assert await reader.read(10)  # Only a part arrives, because the buffer is soon full.
+        await asyncio.wait_for(ended.wait(), 20)
+        assert time.monotonic() - start > 0.4
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize("last", ["close", "keep-alive"])
-def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: str) -> None:
+async def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: str) -> None:
     """A client that does not read the end of an answer is disconnected, though the server could
     send all of it.
     """
@@ -56,23 +52,20 @@ def test_a_client_that_leaves_the_rest_of_an_answer_loses_its_connection(last: s
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"x" * 48_000})
 
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        async with running(short) as (server, listener):
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            with socket.socket() as client:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                client.setblocking(False)
-                await loop.sock_connect(client, listener.getsockname())
-                head = f"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: {last}\r\n\r\n"
-                await loop.sock_sendall(client, head.encode())
-                connections = server.server_state.connections
-                await until(lambda: any(each.transport.is_closing() for each in connections))
-                (held,) = connections
-                assert 0 < held.transport.get_write_buffer_size() < 65_536
-                await until(lambda: not connections)
-
-    asyncio.run(run())
+    loop = asyncio.get_running_loop()
+    async with running(short) as (server, listener):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.setblocking(False)
+            await loop.sock_connect(client, listener.getsockname())
+            head = f"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: {last}\r\n\r\n"
+            await loop.sock_sendall(client, head.encode())
+            connections = server.server_state.connections
+            await until(lambda: any(each.transport.is_closing() for each in connections))
+            (held,) = connections
+            assert 0 < held.transport.get_write_buffer_size() < 65_536
+            await until(lambda: not connections)
 
 
 @asynccontextmanager

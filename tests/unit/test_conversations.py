@@ -217,7 +217,7 @@ def test_a_refused_request_changes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> None:
+async def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> None:
     cache = FakeCache()
     inside: list[str] = []
     engine = Engine(FakeLoadedModel())  # type: ignore[arg-type]
@@ -243,24 +243,21 @@ def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path) -> N
     async def send(_: Any) -> None:
         pass
 
-    async def three() -> None:
-        conversations = conversations_of(tmp_path, cache)
-        turns = TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
-        first, second, third = (
-            asyncio.create_task(turns(scope(name), nothing, send)) for name in "abc"
-        )
-        assert await asyncio.to_thread(begun.wait, 60)
-        first.cancel()
-        third.cancel()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        await second
-        assert conversations.path(named("a")).read_text() == "a"
-        assert conversations.path(named("b")).read_text() == "b"
-        assert not conversations.path(named("c")).exists()
-
-    asyncio.run(three())
+    conversations = conversations_of(tmp_path, cache)
+    turns = TurnMiddleware(app, engine=engine, conversations=conversations, replica="one")
+    first, second, third = (
+        asyncio.create_task(turns(scope(name), nothing, send)) for name in "abc"
+    )
+    assert await asyncio.to_thread(begun.wait, 60)
+    first.cancel()
+    third.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await second
+    assert conversations.path(named("a")).read_text() == "a"
+    assert conversations.path(named("b")).read_text() == "b"
+    assert not conversations.path(named("c")).exists()
 
 
 def test_a_failed_generation_keeps_what_the_turn_before_saved(tmp_path: Path) -> None:

@@ -388,11 +388,12 @@ def unmarked_tests(file: Path) -> Iterator[str]:
     missed.
     """
     text = file.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    if absent_imports(file, OF_POSIX) or "systems" in file.name:
+    if not NEEDS_A_MARKER.search(text) or "systems" in file.name or absent_imports(file, OF_POSIX):
         return
-    for test in tree.body:
-        if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+    for test in ast.parse(text).body:
+        if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef) and test.name.startswith(
+            "test_"
+        ):
             marks = [ast.unparse(each) for each in test.decorator_list]
             if NEEDS_A_MARKER.search(ast.unparse(test)) and not any(".needs(" in m for m in marks):
                 yield f"{file.name}: {test.name}"
