@@ -9,13 +9,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from entropykv import _core
+from tests.support import stores
+from tests.support.attention_layers import assert_near, assert_same
 from tests.support.reference import FreezingHead, Rules, stored
-from tests.support.stores import WithOracle, importance_of, pages_of
+from tests.support.stores import N_SINKS, RECENT, WithOracle, pages_of
 
 MAX_TOKENS = 40
 MAX_ENTRIES = 300
-N_SINKS = 3
-RECENT = 6
 FLOOR = N_SINKS + RECENT
 SHAPES = ((4, 2, 32, 32), (2, 1, 20, 40))  # Pages of these shapes hold 16 entries, and more.
 LAYERS = [_core.LayerShape(*shape) for shape in SHAPES]
@@ -32,17 +32,7 @@ def store_of(
     rules: Rules, freezing: _core.FreezeSettings | None, shapes: Any = SHAPES
 ) -> _core.HeadwiseStore:
     layers = [_core.LayerShape(*shape) for shape in shapes]
-    return _core.HeadwiseStore(
-        layers,
-        rules.kv_type,
-        importance_of(rules),
-        n_sinks=N_SINKS,
-        recent_window=RECENT,
-        max_tokens=MAX_TOKENS,
-        max_entries=MAX_ENTRIES,
-        n_threads=1,
-        freezing=freezing,
-    )
+    return stores.store_of(rules, layers, MAX_TOKENS, MAX_ENTRIES, freezing=freezing)
 
 
 @dataclass
@@ -99,19 +89,19 @@ class Pair(WithOracle):
     def check(self) -> None:
         """Compare the store with its oracles; called after every operation."""
         for key, oracle in self.heads.items():
-            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            assert_same(self.store.positions(*key), oracle.positions)
             frozen = self.store.frozen_positions(*key)
-            np.testing.assert_array_equal(frozen, sorted(oracle.frozen))
+            assert_same(frozen, sorted(oracle.frozen))
             both = [*oracle.positions, *frozen]
             # No entry is lost, and none exists twice.
             assert sorted(both) == list(range(self.position))
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
             _, importance, k, v = self.store.rows(*key)
-            np.testing.assert_array_equal(k, oracle.k.astype(np.float32))
-            np.testing.assert_array_equal(v, oracle.v.astype(np.float32))
+            assert_same(k, oracle.k.astype(np.float32))
+            assert_same(v, oracle.v.astype(np.float32))
             if self.rules.observes:
                 tolerance = self.rules.tolerance
-                np.testing.assert_allclose(importance, oracle.importance, tolerance, tolerance)
+                assert_near(importance, oracle.importance, tolerance, tolerance)
         assert self.store.frozen == sum(len(oracle.frozen) for oracle in self.heads.values())
         assert self.store.evicted == 0
         assert self.store.used_bytes <= self.store.budget_bytes
@@ -225,7 +215,7 @@ class Reader:
             lost += self.position - len(held)
             expected = self.k[layer][active, head]
             if self.exact:
-                np.testing.assert_array_equal(k, expected.astype(np.float32))
+                assert_same(k, expected.astype(np.float32))
             assert np.isfinite(importance).all()
             assert (importance >= 0.0).all()
         assert self.limit or lost == 0

@@ -16,12 +16,11 @@ from tests.support.stores import (
     HEADS,
     LAYERS,
     MAX_ENTRIES,
-    MAX_TOKENS,
     N_SINKS,
     RECENT,
     SHAPES,
-    importance_of,
     pages_of,
+    store_of,
 )
 
 
@@ -57,15 +56,9 @@ class Layers:
         self.set_budgets(self.budgets)
 
     def new_store(self) -> _core.HeadwiseStore:
-        store = _core.HeadwiseStore(
+        store = store_of(
+            self.rules,
             LAYERS,
-            self.rules.kv_type,
-            importance_of(self.rules),
-            n_sinks=N_SINKS,
-            recent_window=RECENT,
-            max_tokens=MAX_TOKENS,
-            max_entries=MAX_ENTRIES,
-            n_threads=1,
             own_windows=self.rules.own_windows,
             counts_dropped=True,
             shared_choice=self.shared,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from entropykv import _core
-from tests.support.attention_layers import OUTPUT_TOLERANCE
+from tests.support.attention_layers import OUTPUT_TOLERANCE, assert_near
 from tests.support.reference import Options, Rules
 
 MAX_TOKENS = 96
@@ -38,6 +38,27 @@ def importance_of(rules: Rules) -> _core.ImportanceSettings:
         observation_window=rules.observation_window,
         by_values=rules.by_values,
         expected_lookups=rules.expected_lookups,
+    )
+
+
+def store_of(
+    rules: Rules,
+    layers: Any,
+    max_tokens: int = MAX_TOKENS,
+    max_entries: int = MAX_ENTRIES,
+    **more: Any,
+) -> _core.HeadwiseStore:
+    """Make a store of one thread that follows the rules."""
+    return _core.HeadwiseStore(
+        layers,
+        rules.kv_type,
+        importance_of(rules),
+        n_sinks=N_SINKS,
+        recent_window=RECENT,
+        max_tokens=max_tokens,
+        max_entries=max_entries,
+        n_threads=1,
+        **more,
     )
 
 
@@ -79,7 +100,7 @@ class WithOracle:
             oracle = self.heads[layer, head]
             expected = oracle.read(q[:, heads], k[:, head], v[:, head], self.position, options)
             atol = OUTPUT_TOLERANCE[self.rules.kv_type]
-            np.testing.assert_allclose(output[:, heads], expected.outputs, rtol=0, atol=atol)
+            assert_near(output[:, heads], expected.outputs, rtol=0, atol=atol)
             oracle.settle(n_tokens, self.store.positions(layer, head))
 
     def window(self, layer: int) -> tuple[int, bool]:  # noqa: ARG002

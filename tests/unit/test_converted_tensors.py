@@ -11,6 +11,7 @@ from gguf import GGUFReader
 
 from entropykv.convert import convert
 from entropykv.convert.conversion import Estimate
+from entropykv.convert.source import CHUNK_ELEMENTS
 from tests.support.i2s_files import I2sModel
 from tests.support.weights import assert_weights_are, read_weights
 
@@ -59,16 +60,25 @@ def test_dense_weights_are_ternary_times_scale(tmp_path: Path, tiny: Path) -> No
     assert np.array_equal(weights["output_norm.weight"], TINY.norm(TINY.n_embd))
 
 
+# The embedding is read in several chunks.
+CHUNKED = dataclasses.replace(WIDE, n_vocab=9_000, ternary={}, scales={})
+
+
+@pytest.fixture(scope="module")
+def chunked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert CHUNKED.embedding.size > 2 * CHUNK_ELEMENTS
+    return CHUNKED.write(tmp_path_factory.mktemp("models") / "i2s.gguf")
+
+
 @pytest.mark.parametrize(
     ("kind", "step"), [("q6_k", 1 / 32), ("q8_0", 1 / 127), ("f16", 0), ("f32", 0), ("keep", 0)]
 )
-def test_embeddings_are_quantised_row_by_row(tmp_path: Path, kind: str, step: float) -> None:
-    # The embedding is read in several chunks.
-    model = dataclasses.replace(WIDE, n_vocab=20_000, ternary={}, scales={})
-    source, target = model.write(tmp_path / "i2s.gguf"), tmp_path / "out.gguf"
-    convert(source, target, embedding_type=kind)
-    embedding = model.embedding.astype(np.float32)
-    error = np.abs(read_weights(target)["token_embd.weight"] - embedding)
+def test_embeddings_are_quantised_row_by_row(
+    tmp_path: Path, chunked: Path, kind: str, step: float
+) -> None:
+    convert(chunked, tmp_path / "out.gguf", embedding_type=kind)
+    embedding = CHUNKED.embedding.astype(np.float32)
+    error = np.abs(read_weights(tmp_path / "out.gguf")["token_embd.weight"] - embedding)
     assert (error <= step * np.abs(embedding).max(axis=1, keepdims=True)).all()
 
 

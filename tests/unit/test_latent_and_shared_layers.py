@@ -20,12 +20,9 @@ from tests.support.reference import (
     attend_kv_head,
     losses_at,
 )
-from tests.support.stores import importance_of
+from tests.support.stores import MAX_ENTRIES, N_SINKS, RECENT, store_of
 
 MAX_TOKENS = 48
-MAX_ENTRIES = 400
-N_SINKS = 3
-RECENT = 6
 N_HEAD, N_HEAD_KV = 4, 2
 
 
@@ -49,16 +46,7 @@ class Layer:
         shape = _core.LayerShape(
             N_HEAD, N_HEAD_KV, self.k_dim, self.v_dim, latent=self.latent, readers=self.readers
         )
-        self.store = _core.HeadwiseStore(
-            [shape],
-            self.rules.kv_type,
-            importance_of(self.rules),
-            n_sinks=N_SINKS,
-            recent_window=RECENT,
-            max_tokens=MAX_TOKENS,
-            max_entries=MAX_ENTRIES,
-            n_threads=1,
-        )
+        self.store = store_of(self.rules, [shape], MAX_TOKENS)
         _, (per_page,) = _core.page_geometry([shape], self.rules.kv_type)
         pages = N_HEAD_KV * _core.pages_for(self.budget, per_page)
         self.store.set_budgets([self.budget] * N_HEAD_KV, pages, N_SINKS, RECENT)
@@ -152,7 +140,6 @@ def test_what_is_kept_is_what_the_oracle_keeps(
 
 @pytest.mark.parametrize(("latent", "readers"), [(True, 1), (False, 2)])
 def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
-    """Losses of squared outputs are relative to the outputs of all readers."""
     rules = Rules("mass", "f16", N_SINKS, RECENT, decay=0.9, by_values=True)
     layer = Layer(rules, MAX_ENTRIES, latent, readers)
     knots = [0, 4, 16, 40]

@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from entropykv import _core
+from tests.support.attention_layers import assert_near, assert_same
 from tests.support.reference import SHARE_ROUNDING, ReferenceHead, Rope, Rules
 from tests.support.stores import (
     HEADS,
@@ -21,8 +22,8 @@ from tests.support.stores import (
     RECENT,
     SHAPES,
     WithOracle,
-    importance_of,
     pages_of,
+    store_of,
 )
 
 FLOOR = N_SINKS + RECENT
@@ -46,15 +47,9 @@ class Pair(WithOracle):
     def __post_init__(self) -> None:
         """Start with an empty store and empty oracles, which have equal budgets."""
         self.random = np.random.default_rng(self.seed)
-        self.store = _core.HeadwiseStore(
+        self.store = store_of(
+            self.rules,
             WINDOWED_LAYERS if self.windowed else LAYERS,
-            self.rules.kv_type,
-            importance_of(self.rules),
-            n_sinks=N_SINKS,
-            recent_window=RECENT,
-            max_tokens=MAX_TOKENS,
-            max_entries=MAX_ENTRIES,
-            n_threads=1,
             ropes=[_core.RopeParams(**self.rules.rope._asdict())] * len(SHAPES),
         )
         if self.rules.predicts:
@@ -92,7 +87,7 @@ class Pair(WithOracle):
     def check(self) -> None:
         """Compare the store with its oracles; called after every operation."""
         for key, oracle in self.heads.items():
-            np.testing.assert_array_equal(self.store.positions(*key), oracle.positions)
+            assert_same(self.store.positions(*key), oracle.positions)
             assert len(oracle.positions) <= oracle.budget == self.store.budget(*key)
             if self.rules.observes or self.rules.predicts:
                 expected = self.rules.score_of(oracle.importance, oracle.shares)
@@ -100,10 +95,10 @@ class Pair(WithOracle):
                 # A mass of 1e-4 is already small here, so the absolute tolerance is not larger.
                 atol = min(rtol, 1e-4) if self.rules.observes else 1e-7
                 atol = rtol if self.rules.score == "products" else atol
-                np.testing.assert_allclose(self.store.importance(*key), expected, rtol, atol)
+                assert_near(self.store.importance(*key), expected, rtol, atol)
             if self.rules.predicts:
                 shares = self.store.predicted_shares(*key)
-                np.testing.assert_allclose(shares, oracle.shares, 1.1 * SHARE_ROUNDING)
+                assert_near(shares, oracle.shares, 1.1 * SHARE_ROUNDING)
         whole_from = max(oracle.whole_from for oracle in self.heads.values())
         assert self.store.windows_whole_from == whole_from
         assert self.store.entries == sum(len(oracle.positions) for oracle in self.heads.values())
@@ -155,7 +150,7 @@ def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("score", SCORES)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     budgets=budget_lists,
     todo=operations,
@@ -312,7 +307,6 @@ def test_pages_of_every_layer_have_the_same_bytes() -> None:
 
 
 def test_the_entries_with_most_attention_are_kept() -> None:
-    """Entries to which queries attend most are kept, and their neighbours are not."""
     store = store_of_one_head(_core.ScoreKind.mass, max_entries=128)
     store.set_budgets([FLOOR + 2], 1, N_SINKS, RECENT)
     k = np.zeros((80, 1, 32), np.float32)
@@ -333,9 +327,6 @@ def store_by(settings: _core.ImportanceSettings, budget: int, **more: Any) -> _c
 
 @pytest.mark.parametrize(("by_values", "kept"), [(False, 9), (True, 17)])
 def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept: int) -> None:
-    """With `by_values`, attention to a value that is nearly zero counts less than weaker attention
-    to a large one.
-    """
     settings = _core.ImportanceSettings(_core.ScoreKind.attention, by_values=by_values)
     store = store_by(settings, FLOOR + 1)
     k = np.zeros((80, 1, 32), np.float32)
