@@ -180,7 +180,7 @@ test-browser: install web/node_modules/.installed  ## the page in a real browser
 # Against other releases of llama-cpp-python, each in an environment of its own, built from source.
 VERSIONS ?= 0.3.34 0.3.35
 VERSION_TESTS := $(sort $(wildcard $(addprefix tests/integration/test_,version_mismatch.py headwise.py \
-	flat.py architectures.py architecture_sessions.py architecture_freezing.py weight_types.py \
+	flat.py architectures.py architecture_sessions.py weight_types.py \
 	activation.py demo_model.py device_store.py rebase*.py llama*.py images.py pool.py sessions_*.py \
 	mapped_sessions.py drafts_in_sessions.py freezing*.py frozen_entries_return.py)))
 

@@ -142,9 +142,6 @@ def test_ternary_weights_give_nearly_the_logits_of_transformers(
 def test_packed_weights_give_the_logits_of_transformers(
     tmp_path: Path, family: str, linear_class: str
 ) -> None:
-    """Weights that transformers' own pack_weights has packed equal dequantised weights in its
-    model.
-    """
     model = random_llama(family)
     save_checkpoint(model, tmp_path / "hf")
     running = pack_checkpoint(tmp_path / "hf", model, linear_class)

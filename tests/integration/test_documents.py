@@ -455,9 +455,6 @@ def test_the_command_line_reads_into_and_asks_object_storage(
 def test_an_answer_without_a_limit_ends_where_the_context_of_the_model_would(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """An answer without a limit ends at the trained context, though the context of a document is
-    larger.
-    """
     source, path = tmp_path / "a.txt", tmp_path / "book.kv"
     source.write_text(TEXT)
     result = entropykv("read", source, "-m", tiny_llama, "-o", path, "-t", 1)

@@ -1,4 +1,6 @@
-"""The flat store evicts positions and compacts llama.cpp's own cache."""
+"""The flat store evicts positions and compacts llama.cpp's own cache; `auto` chooses a store by the
+devices that hold a model's layers.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,17 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from entropykv import BudgetError, ContextError, Session, SettingsError, UnsupportedModelError
+from entropykv import (
+    BudgetError,
+    ContextError,
+    Session,
+    SettingsError,
+    UnsupportedModelError,
+    _core,
+)
+from entropykv.store import factory
 from tests.support.logits import relative_error, stock_logits, tokens_for
+from tests.support.tiny_models import write_llama
 
 
 def test_ample_budget_gives_the_logits_of_stock(tiny_llama: Path) -> None:
@@ -154,8 +165,26 @@ def test_auto_goes_on_with_flat_and_says_why(
 def test_without_a_device_nothing_is_offloaded(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a device, any -ngl gives the headwise store."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         with Session(tiny_llama, n_ctx=64, n_gpu_layers=99) as session:
             assert session.cache.store == "headwise"
+
+
+def store_of(path: Path) -> tuple[str, str | None]:
+    """Return the store that `auto` gives a session, and why it is not the headwise store."""
+    with Session(path, store="auto", n_ctx=256, n_gpu_layers=99) as session:
+        session.decode([1, 2, 3])
+        return session.stats().store, session.config.fallback
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_auto_prefers_headwise_only_where_no_attention_is_on_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    write_llama(tmp_path / "model.gguf", head_dim=32)
+    monkeypatch.setattr(factory, "offloaded_layers", lambda n: n)
+    monkeypatch.setattr(_core.AttentionNode, "on_device", on_device)
+    store, why = store_of(tmp_path / "model.gguf")
+    assert store == ("device" if on_device else "headwise")
+    assert (why is None) == (not on_device)

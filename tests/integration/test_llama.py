@@ -95,7 +95,6 @@ def test_signatures_are_those_of_stock(name: str) -> None:
 def test_tokens_behind_the_end_of_a_text_are_those_of_stock(
     pair: tuple[EntropyLlama, Llama],
 ) -> None:
-    """generate() continues after the token that ends a text, as stock's does."""
     found = []
     for llm in pair:
         prompt, n_before = llm.tokenize(PROMPT.encode()), len(llm.tokenize(PROMPT.encode())) + 2

@@ -1,9 +1,12 @@
-"""The figures, callbacks, errors and end of an EntropyLlama are as documented."""
+"""The figures, callbacks, errors and end of an EntropyLlama are as documented, also where a second
+thread calls it.
+"""
 
 from __future__ import annotations
 
 import gc
 import pickle
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,11 @@ import numpy as np
 import pytest
 from llama_cpp import Llama, LogitsProcessorList
 
-from entropykv import EntropyKVError, EntropyLlama, EvictionEvent, Session, attach
-from tests.support.llamas import PROMPT, QUIET, content
+from entropykv import EntropyKVError, EntropyLlama, EvictionEvent, Recovery, Session, attach
+from entropykv.errors import SettingsError
+from entropykv.session.recovery import Climb
+from entropykv.settings.recovery import Rung
+from tests.support.llamas import PROMPT, QUIET, as_long, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama
 
@@ -226,3 +232,86 @@ def test_squared_relu_needs_no_other_file(tmp_path: Path) -> None:
     llm.eval(tokens)
     np.testing.assert_array_equal(llm.scores[:20], expected)
     llm.close()
+
+
+TOKENS, OTHER_TOKENS = tokens_for(60), tokens_for(50, seed=1)
+
+
+def test_two_threads_at_once_get_one_clear_error(tiny_llama: Path) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=256, **QUIET)
+    expected = llm.create_completion(TOKENS, max_tokens=8, temperature=0.0)["choices"]
+    inside, go_on = threading.Event(), threading.Event()
+
+    def busy(_ids: object, logits: object) -> object:
+        inside.set()
+        assert go_on.wait(30)
+        return logits
+
+    answers = []
+    one = threading.Thread(
+        target=lambda: answers.append(
+            llm.create_completion(
+                OTHER_TOKENS, max_tokens=2, temperature=0.0, logits_processor=[busy]
+            )
+        )
+    )
+    one.start()
+    assert inside.wait(30)
+    with pytest.raises(EntropyKVError, match="another thread is using this EntropyLlama"):
+        llm.create_completion(TOKENS, max_tokens=8)
+    with pytest.raises(EntropyKVError, match="another thread"):
+        llm.eval([5])
+    go_on.set()
+    one.join(30)
+    assert len(answers) == 1
+    again = llm.create_completion(TOKENS, max_tokens=8, temperature=0.0)["choices"]
+    assert again == expected
+    llm.close()
+
+
+def test_an_answer_that_was_left_cannot_go_on(tiny_llama: Path) -> None:
+    llm = EntropyLlama(str(tiny_llama), n_ctx=256, **QUIET)
+    left = llm.generate(TOKENS, temp=0.0)
+    next(left)
+    assert next(llm.generate(OTHER_TOKENS, temp=0.0)) is not None
+    with pytest.raises(EntropyKVError, match="another call has used"):
+        next(left)
+    assert next(llm.generate(TOKENS, temp=0.0)) is not None
+    llm.close()
+
+
+def test_seeds_are_those_of_llama(tiny_llama: Path) -> None:
+    """Sampled texts equal those of llama_cpp.Llama, with a seed per call and with the model's
+    seed.
+    """
+    arguments = {"n_ctx": 128, "seed": 7, **QUIET}
+    ours = EntropyLlama(str(tiny_llama), kv_type="f16", **arguments)
+    stock = Llama(str(tiny_llama), **arguments)
+    for seed in (3, 3, None, None, 4):
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.7, "seed": seed}
+        expected = stock.create_completion(TOKENS[:20], **options)
+        found = ours.create_completion(TOKENS[:20], **as_long(options, expected))
+        assert found["choices"] == expected["choices"]
+        assert ours._seed == stock._seed
+    ours.close()
+    stock.close()
+
+
+def test_the_recovery_ladder_restores_what_is_frozen(tiny_llama: Path) -> None:
+    climbs: list[Climb] = []
+    ladder = Recovery(deviations=0.01, warm_up=2, smooth=1, refractory=0, highest=Rung.FULL)
+    llm = EntropyLlama(
+        str(tiny_llama),
+        n_ctx=256,
+        kv_budget=48,
+        freeze="ram",
+        recovery=ladder,
+        on_climb=climbs.append,
+        **QUIET,
+    )
+    llm.create_completion(tokens_for(150), max_tokens=60, temperature=1.0, seed=1)
+    assert climbs
+    assert llm.kv_stats().climbs
+    llm.close()
+    with pytest.raises(SettingsError, match=r"highest=Rung\.FULL"):
+        EntropyLlama(str(tiny_llama), freeze="ram", recovery=Recovery(), **QUIET)

@@ -94,9 +94,6 @@ def test_who_needs_less_than_an_equal_part_leaves_it_to_the_others(
 
 
 def test_texts_that_fit_into_equal_parts_are_held_whole(model: Path) -> None:
-    """Texts that fit into equal parts are held whole, however few entries some KV heads would keep
-    of longer ones.
-    """
     uneven = EntropyProfile(3, 4, 2, 512, np.tile([0.1, 0.1, 4.0, 4.0], (3, 1)))
     options: dict[str, Any] = {"policy": "entropy", "entropy_config": uneven}
     with pool_of(model, n_sequences=3, kv_budget=600, **options) as pool:

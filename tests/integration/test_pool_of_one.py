@@ -81,7 +81,6 @@ def test_a_closed_pool_frees_the_model_with_its_session(pool: Pool) -> None:
 
 
 def test_figures_of_a_server_are_sums_over_its_conversations(pool_llama: Path) -> None:
-    """Figures of a server, also of frozen entries, are sums over its conversations."""
     options: dict[str, Any] = {"kv_budget": 2 * SMALL, "freeze": "ram"}
     with pool_of(pool_llama, n_sequences=2, **options) as pool:
         idle, *sessions = (pool.session() for _ in range(3))

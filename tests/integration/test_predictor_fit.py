@@ -114,7 +114,6 @@ def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
 
 
 def test_written_text_teaches_too(tiny_llama: Path) -> None:
-    """A text that is written token by token teaches as much as one that is read."""
     with Session(tiny_llama, n_ctx=N_CTX, kv_budget=300, n_threads=1) as session:
         for token in TOKENS:
             session.decode([token])

@@ -173,9 +173,6 @@ def test_who_reads_may_give_up(pool: Pool) -> None:
 def test_who_waits_is_let_go_if_another_session_takes_over_and_fails(
     pool_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the copy of a conversation takes over a prompt and fails, the prompts that wait for it
-    continue.
-    """
     with pool_of(pool_llama, n_sequences=4, kv_budget=4 * N_CTX, checkpoints="0") as pool:
         prefix_cache = PrefixCache(pool, 4)
         turn(prefix_cache, SYSTEM)
@@ -253,7 +250,6 @@ def test_of_prompts_that_come_at_once_one_is_read(pool_llama: Path) -> None:
 
 
 def test_conversations_that_share_half_of_their_texts_stay_apart(pool: Pool) -> None:
-    """Conversations that share half of their texts stay apart: each turn reads only new tokens."""
     prefix_cache = PrefixCache(pool, 4)
     texts = {"anna": [*SYSTEM, 5, *PROMPTS[1]], "bob": [*SYSTEM, 6, *PROMPTS[1]]}
     for number in range(3):

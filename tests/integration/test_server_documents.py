@@ -144,7 +144,6 @@ def test_the_progress_of_reading_can_be_watched(asker: Asker) -> None:
 
 
 def test_others_write_and_read_while_a_document_is_read(asker: Asker) -> None:
-    """While a document is read, a stream gets tokens and another prompt gets an answer."""
     assert asker.post("book", LONG).status_code == 202
     asker.until("book", "reading", "ready")
     body = {"prompt": TEXT, "max_tokens": 20, "temperature": 0, "stream": True, "min_tokens": 20}
@@ -440,9 +439,6 @@ def test_documents_are_there_after_a_restart(tmp_path: Path) -> None:
 @pytest.mark.needs("signal.SIGKILL")
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: str) -> None:
-    """No accepted text is lost by a server that dies while it reads one document and others
-    wait.
-    """
     running = Server("--documents", tmp_path, usual=USUAL)
     asker = Asker(running)
     names = ["long", "first", "second"]
@@ -473,9 +469,6 @@ def test_no_accepted_text_is_lost_by_a_server_that_dies(tmp_path: Path, name: st
 
 @pytest.mark.needs("signal.SIGKILL")
 def test_a_second_server_waits_for_what_the_first_one_reads(tmp_path: Path) -> None:
-    """A second server waits for a document that the first one reads, and reads on if the first one
-    dies.
-    """
     with (
         Server("--documents", tmp_path, usual=USUAL) as first,
         Server("--documents", tmp_path, usual=USUAL) as second,

@@ -58,8 +58,6 @@ def test_a_flat_session_that_needs_more_cells(tiny_llama: Path) -> None:
 
 
 def test_lies_under_a_right_digest(tiny_llama: Path) -> None:
-    """False values are refused, also under a correct digest."""
-
     def change(**values: Any) -> Callable[[dict[str, Any]], None]:
         return lambda contents: contents.update(values)
 

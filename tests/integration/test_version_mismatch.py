@@ -77,7 +77,6 @@ def test_another_release_is_refused_and_its_library_is_not_loaded(asked: str) ->
 
 
 def test_what_was_refused_stays_refused() -> None:
-    """A library that was refused stays refused, although it is loaded then."""
     code = (
         "import entropykv\nfrom entropykv import _build_info\n_build_info.GGML_COMMIT = '0123456'\n"
         "for _ in range(2):\n"

@@ -1,4 +1,4 @@
-"""The build checks the machine, and finds the llama-cpp-python to build against."""
+"""The tools of the build check what they need, and end with one clear sentence otherwise."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from packaging.requirements import Requirement
 import amx_flags
 import check_machine
 import installed_llama_cpp
+import parse_with_clang_cl
+import try_release
+from benchmarks.inputs import MODELS_FOLDER, REAL_MODELS
 from entropykv._build_info import GGML_COMMIT, GGML_VERSION, LLAMA_CPP_PYTHON_VERSION
 from tests.support.command import python
 from try_wheel import named_paths
@@ -129,3 +132,122 @@ def test_the_library_of_ggml_is_found_on_every_system(
         (tmp_path / name).touch()
     library = installed_llama_cpp.ggml_library(tmp_path)
     assert (library and library.name) == found
+
+
+def test_flags_of_gcc_become_flags_of_clang_cl() -> None:
+    command = (
+        "/usr/bin/c++ -DENTROPYKV_X86 -I/src/cpp -isystem '/x y/include' -O3 -DNDEBUG -std=c++17 "
+        "-Wa,-muse-unaligned-vector-move -Wconversion -Wno-maybe-uninitialized -mavx2 -o a.obj "
+        "-c /src/cpp/a.cpp"
+    )
+    assert list(parse_with_clang_cl.own_arguments(command)) == [
+        "/DENTROPYKV_X86",
+        "/I/src/cpp",
+        *("-imsvc", "/x y/include"),
+        "/DNDEBUG",
+        "/clang:-Wconversion",
+        "/clang:-mavx2",
+    ]
+
+
+FAILED = "FAILED tests/integration/{} - AssertionError\n1 failed, 9 passed\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [
+        ("ERROR: No matching distribution found for llama-cpp-python==0.3.99\n", "not on the pack"),
+        ("  ERROR: Failed building wheel for llama-cpp-python\n", "does not build here"),
+        ("cpp/llama/graph_hook.cpp:7: error: no GGML_OP_GLU\n", "the first error above names"),
+    ],
+)
+def test_a_failed_build_says_whose_it_is(output: str, reason: str) -> None:
+    assert reason in try_release.failure_of_build("0.3.99", output)
+
+
+@pytest.mark.parametrize(
+    ("code", "output", "reason"),
+    [
+        (4, "entropykv.errors.VersionError: x was built, but runs with ggml 1\n", "structures of"),
+        (
+            4,
+            "VersionError: built, but in the one that it runs with GLU is UNARY\n",
+            "structures of",
+        ),
+        (-6, "Fatal Python error: Aborted\n", "ends the process in a test"),
+        (1, FAILED.format("test_architectures.py::test_a[x]"), "have other nodes"),
+        (1, FAILED.format("test_flat.py::test_b"), "1 tests fail with 0.3.99"),
+    ],
+)
+def test_failed_tests_say_what_differs(code: int, output: str, reason: str) -> None:
+    assert reason in try_release.failure_of_tests("0.3.99", code, output)
+
+
+@pytest.mark.parametrize(
+    ("release", "served"),
+    [("0.3.29", False), ("0.3.30", True), (LLAMA_CPP_PYTHON_VERSION, True), ("0.4.0", False)],
+)
+def test_releases_of_the_range_are_tried(release: str, served: bool) -> None:
+    assert try_release.is_served(release) is served
+
+
+def test_a_release_out_of_the_range_ends_with_one_sentence_and_builds_nothing() -> None:
+    script = Path(try_release.__file__)
+    result = subprocess.run(
+        [sys.executable, str(script), "0.4.0"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("test-versions: 0.4.0 is not of llama-cpp-python>=0.3.30")
+    assert result.stderr.count("\n") == 1
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "real_models.py"
+NAME = "gemma3-270m-q4_k_m"
+
+
+def write_package(folder: Path, package: str, version: str) -> None:
+    """Write a wheel that holds a part of a file, as the wheels of models do."""
+    stem = package.replace("-", "_")
+    info = f"{stem}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{stem}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{stem}/data/part", package)
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n"
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.parametrize("n_there", [1, 4])
+def test_what_is_gone_or_another_file_is_one_sentence(n_there: int, tmp_path: Path) -> None:
+    model, index, models = REAL_MODELS[NAME], tmp_path / "index", tmp_path / "models"
+    index.mkdir()
+    for number in range(1, n_there + 1):
+        write_package(index, model.packages.format(number), model.version)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), NAME],
+        env={
+            **os.environ,
+            MODELS_FOLDER: str(models),
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(index),
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"{NAME}: ")
+    wrong = "hold another file than expected" if n_there == 4 else "part2==1.0.0 any more"
+    assert wrong in done.stderr
+    assert list(models.iterdir()) == []
+
+
+def test_a_model_that_does_not_exist_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "gpt"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "gpt: no such model" in done.stderr

@@ -1,5 +1,5 @@
 """CacheOptions accepts the same options at every entry point, checks them once, and resolves them
-for a model.
+for a model and for contexts of llama.cpp.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import pytest
 
 from entropykv import (
@@ -26,6 +27,7 @@ from entropykv import (
     attach,
 )
 from entropykv.cli import main, parsers_of
+from entropykv.llamacpp.context import decode_one_token
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.resolved_config import config_for
 from entropykv.settings.cache_options import CacheArguments, PoolArguments, SessionArguments
@@ -217,3 +219,19 @@ def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFi
         assert session.stats().kv_bytes_budget == frozen["kv_bytes_budget"]
     assert main([*common[:-1], "--store", "flat"]) == 0
     assert "by the flat store" in capsys.readouterr().out
+
+
+def test_the_token_of_a_probe_lives_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a probe's token is not reused by objects that are created before it is
+    decoded.
+    """
+    seen = []
+
+    def decode(_context: Any, batch: Any) -> int:
+        others = [(llama_cpp.llama_token * 1)(7) for _ in range(1000)]
+        seen.append(batch.token[0])
+        return len(others) - 1000
+
+    monkeypatch.setattr(llama_cpp, "llama_decode", decode)
+    assert decode_one_token(None)
+    assert seen == [0]

@@ -184,7 +184,6 @@ def test_numbers_beyond_all_limits_are_refused() -> None:
 
 
 def test_scratch_is_counted_and_follows_budgets() -> None:
-    """Scratch grows and shrinks with the budgets, and not with the context."""
     small, long = (store_of(max_entries=n, readers=1) for n in (1000, MOST))
     for store in (small, long):
         store.set_budgets([200] * 3, 39, 2, 4)

@@ -49,7 +49,6 @@ scored = st.lists(
 def test_survivors_are_those_of_the_oracle(
     entries: list[tuple[float, int]], keep: int, n_sinks: int, recent: int
 ) -> None:
-    """Survivors are those of the oracle, also if entries are not sorted by position."""
     scores = np.array([score for score, _ in entries], np.float32)
     positions = np.array([position for _, position in entries], np.int64)
     newest = int(positions.max(initial=0))
@@ -72,7 +71,6 @@ SPREADS: dict[str, Callable[[np.random.Generator, int], npt.NDArray[Any]]] = {
 @pytest.mark.parametrize("n", [400, 511, 512, 513, 5_000])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, n: int, spread: str) -> None:
-    """Survivors of few entries and of many are those of the oracle, whatever the scores are."""
     random = np.random.default_rng(n_dropped)
     scores = SPREADS[spread](random, n).astype(np.float32)
     positions = random.permutation(2 * n)[:n]

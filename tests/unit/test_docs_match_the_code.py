@@ -47,7 +47,6 @@ def test_links_of_the_docs_lead_to_files_of_the_repository(page: Path) -> None:
 
 
 def test_pages_of_the_guide_are_short() -> None:
-    """Pages of the guide are short: they say what to type and what one sees."""
     words = {
         page.name: len(page.read_text(encoding="utf-8").split()) for page in GUIDE.glob("*.md")
     }

@@ -1,4 +1,4 @@
-"""Parts of `entropykv eval` work without a model."""
+"""Parts of `entropykv eval` work without a model, such as divergences of logits."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from entropykv.evaluation.metrics import Comparison, compare, equal_share
 from entropykv.evaluation.reading import Logits
 from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.texts import Text, is_tuning, part_of, read_texts
+from entropykv.llamacpp.distributions import log_softmax, mean_divergence
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
 
@@ -260,3 +261,25 @@ def test_requests_of_nothing_are_refused(fields: dict[str, Any], words: str) -> 
 
 def test_a_session_is_as_long_as_what_follows_the_prompt() -> None:
     assert Protocol(100, continuation=20, greedy=30).n_ctx == 130
+
+
+def test_log_softmax_of_large_logits() -> None:
+    logits = np.array([[1000.0, 1000.0 + np.log(3.0)], [-np.inf, 5.0]], np.float32)
+    assert np.exp(log_softmax(logits)) == pytest.approx(
+        np.array([[0.25, 0.75], [0.0, 1.0]]), abs=1e-4
+    )
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    whole = np.log(np.array([[0.5, 0.25, 0.25], [0.9, 0.1, 1e-30]], np.float32))
+    rows = np.log(np.array([[0.25, 0.5, 0.25], [0.8, 0.1, 0.1]], np.float32))
+    whole[1, 2] = -np.inf
+    expected = (0.25 * np.log(2.0) + 0.9 * np.log(0.9 / 0.8)) / 2
+    assert mean_divergence(whole, rows) == pytest.approx(expected, rel=1e-5)
+    assert mean_divergence(whole, whole) == 0.0
+
+
+def test_more_rows_than_are_compared_at_a_time() -> None:
+    logits = np.random.default_rng(1).normal(size=(2, 101, 7)).astype(np.float32)
+    p, q = (log_softmax(each) for each in logits)
+    assert mean_divergence(*logits) == pytest.approx((np.exp(p) * (p - q)).sum() / 101)

@@ -127,7 +127,6 @@ def test_the_schedule_by_hand(kv_type: str) -> None:
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
 def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
-    """Keys that are frozen, rebased and restored equal keys that are rebased without freezing."""
     rope = Rope(32)
     params = [_core.RopeParams(**rope._asdict())] * len(LAYERS)
     with tempfile.TemporaryFile() as file:

@@ -46,7 +46,6 @@ def test_what_a_measure_means_is_not_guessed() -> None:
 
 
 def test_an_unknown_measure_is_refused() -> None:
-    """An unknown measure is refused, and never taken for another one."""
     with pytest.raises(ValueError, match="a measure of importance that does not exist"):
         store_by(_core.ScoreKind(UNKNOWN))
     with pytest.raises(SettingsError, match="there is no measure 'weight' of importance"):

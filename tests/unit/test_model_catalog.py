@@ -95,7 +95,6 @@ def test_several_models_of_the_command_line(tmp_path: Path) -> None:
 
 
 def test_several_models_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several local models need no huggingface_hub."""
     touch(tmp_path, "x.gguf", "y.gguf")
     file = preset(tmp_path, f"[local]\nmodel = {tmp_path / 'x.gguf'}\n[bitnet]\n")
     for name in [name for name in sys.modules if name.startswith("entropykv.hub")]:

@@ -1,12 +1,14 @@
-"""Notes to the user are wrapped, and say when the machine is busy."""
+"""Notes to the user and messages of errors have the form that a terminal or a log needs."""
 
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 
 import pytest
 
+from entropykv import errors
 from entropykv.cli.progress import ProgressBar
 from entropykv.cli.terminal import say
 from entropykv.evaluation.metrics import disagreement, disagreement_note
@@ -84,3 +86,27 @@ def test_texts_of_an_evaluation_are_its_rounds() -> None:
     )
     assert summarize("full", "f16", "1", [record(1.0)]).disagreement == 0.0
     assert summarize("full", "f16", "1", []).disagreement is None
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("a tensor \noutput", "a tensor \\noutput"),
+        ("a name \x1b[2J", "a name \\x1b[2J"),
+        ("a path \udcff", "a path \\udcff"),
+        ("a line\u2028 separator", "a line\\u2028 separator"),
+        ("schön, 模型 and C:\\new", "schön, 模型 and C:\\new"),
+    ],
+)
+def test_what_does_not_print_is_escaped(message: str, shown: str) -> None:
+    error = errors.ModelFileError(message)
+    assert str(error) == shown
+    assert str(pickle.loads(pickle.dumps(error))) == shown  # noqa: S301
+    str(error).encode()
+
+
+def test_every_error_of_the_package_takes_one_message() -> None:
+    kinds = [each for each in vars(errors).values() if isinstance(each, type)]
+    assert len(kinds) > 10
+    for kind in kinds:
+        assert str(kind("one\ntwo")) == "one\\ntwo"

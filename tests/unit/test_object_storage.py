@@ -94,9 +94,6 @@ def test_a_copy_is_fetched_once_and_again_for_another_version(
 def test_a_copy_that_another_process_replaces_by_an_older_one_is_fetched_again(
     machines: list[DocumentFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy is fetched again if a slower process of the same machine replaces it by an older
-    version.
-    """
     one, two = machines
     write(one, "book", b"first")
     fetch = ObjectStorage.fetch

@@ -50,7 +50,6 @@ def test_policies_and_types_are_told_apart(field: str) -> None:
 
 
 def test_a_policy_has_one_colour_in_all_panels() -> None:
-    """A policy has the same colour in all panels, also if one panel lacks the first policies."""
     measured = [
         EvalRow(**{**vars(row), "recall": None if row.policy in ("stock", *POLICIES[:3]) else 0.5})
         for row in rows("kl")

@@ -129,7 +129,6 @@ def with_curves(profile: EntropyProfile, importance: str | None = None) -> Entro
 
 
 def test_auto_follows_what_earlier_processes_have_learnt() -> None:
-    """`auto` uses the predictor of earlier processes, also on a device."""
     predictor = ScorePredictor((np.zeros((1, 5), np.float32),), n_tokens=100)
     auto = policy_named("auto", None, "headwise")
     for complete in (True, False):

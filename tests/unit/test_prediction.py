@@ -138,9 +138,6 @@ def test_impossible_weights_are_refused_and_change_nothing(change: Any) -> None:
 
 @pytest.mark.parametrize("rope", [Rope(66), Rope(3)])
 def test_rope_that_does_not_fit_is_refused(rope: Rope) -> None:
-    """RoPE that does not fit is refused by every call that predicts, while the store works without
-    predictions.
-    """
     store = PredictedLayer(rope=rope)
     store.read(20)
     assert store.core.count(0, 0) == 20

@@ -123,7 +123,6 @@ def test_lessons_are_of_stores_that_predict(measure: str) -> None:
 
 
 def test_lessons_are_the_same_whether_there_is_a_predictor() -> None:
-    """Lessons are what an echo shows, and do not depend on whether there is already a predictor."""
     plain, predicting = PredictedLayer(), PredictedLayer()
     predicting.core.set_predictor(0, predicting.weights(bias=-1.0))
     predicting.random = np.random.default_rng(11)

@@ -184,7 +184,6 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
     ],
 )
 def test_an_impossible_header_is_damage(change: dict[str, Any]) -> None:
-    """An impossible header is refused as damage, although its digest is correct."""
     with pytest.raises(SessionFileError, match="is damaged"):
         read(with_header(change))
 

@@ -1,4 +1,4 @@
-"""Python folders import only folders below them, and every class has a unique name."""
+"""Folders of Python and C++ use only folders below them, and every class has a unique name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -16,6 +17,11 @@ PACKAGE = ROOT / "python" / "entropykv"
 PICTURE = ROOT / "docs" / "structure.md"
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -43,7 +49,7 @@ def imported(file: Path) -> Iterator[str]:
     """Yield the folders of the package that a file imports, also in functions and only for
     types.
     """
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [node.module]
@@ -74,18 +80,17 @@ def test_a_folder_imports_those_below_it(file: Path) -> None:
 
 
 def test_no_test_module_imports_from_another() -> None:
-    """No test module imports another one; shared code is in tests/support."""
     tests = ROOT / "tests"
     modules = [node for folder in ("unit", "integration") for node in (tests / folder).glob("*.py")]
     for file in modules:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(file)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert not re.match(r"tests\.(unit|integration)\.", node.module), file
 
 
 def test_a_module_s_name_tells_where_a_class_is() -> None:
     """The name of a public class occurs once, so that it says where the class is."""
-    modules = [ast.parse(file.read_text(encoding="utf-8")) for file in FILES]
+    modules = [parsed(file) for file in FILES]
     names = [each.name for m in modules for each in m.body if isinstance(each, ast.ClassDef)]
     public = [name for name in names if not name.startswith("_")]
     assert {name for name in public if public.count(name) > 1} == set()
@@ -93,7 +98,7 @@ def test_a_module_s_name_tells_where_a_class_is() -> None:
 
 def modules_imported(file: Path, known: Collection[str]) -> Iterator[str]:
     """Yield the modules of the package that a file imports, also within functions and for types."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (name if name in known else node.module for name in names)
@@ -139,7 +144,7 @@ def defined_in(file: Path) -> set[str]:
     package.
     """
     names = {path.stem for path in file.parent.glob("*")} if file.stem == "__init__" else set()
-    nodes = list(ast.parse(file.read_text(encoding="utf-8")).body)
+    nodes = list(parsed(file).body)
     while nodes:
         node = nodes.pop()
         if isinstance(node, ast.If | ast.Try):
@@ -155,7 +160,7 @@ def defined_in(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("file", PROGRAMS, ids=lambda file: file.relative_to(ROOT).as_posix())
 def test_a_program_imports_only_names_that_are_there(file: Path) -> None:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(file)):
         if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
             continue
         source = file_of(node.module, file)
@@ -174,3 +179,62 @@ def test_no_modules_import_each_other() -> None:
     del known["entropykv"]  # This module imports everything that is public.
     imports = {name: {*modules_imported(file, known)} & {*known} for name, file in known.items()}
     assert circles(imports) == []
+
+
+CPP = ROOT / "cpp"
+
+BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
+"""Folders whose files are compiled once per instruction set, so that a class may exist several
+times.
+"""
+
+WRAPPED = {"DeviceStore", "FlatStore", "HeadwiseStore"}
+"""Python classes that wrap the C++ class of the same name."""
+
+CPP_FILES = sorted([*CPP.rglob("*.hpp"), *CPP.rglob("*.cpp")])
+each_file = pytest.mark.parametrize("file", CPP_FILES, ids=lambda f: f.relative_to(CPP).as_posix())
+
+
+@functools.cache
+def folders() -> list[str]:
+    """Return the folders in the picture of docs/structure.md, the highest first."""
+    picture = PICTURE.read_text(encoding="utf-8").split("\ncpp/\n")[1].split("```")[0]
+    return re.findall(r"^  ([a-z]+)/ ", picture, flags=re.MULTILINE)
+
+
+def test_the_picture_has_all_folders_of_cpp() -> None:
+    assert set(folders()) == {file.parent.name for file in CPP_FILES}
+
+
+@each_file
+def test_a_folder_includes_those_below_it(file: Path) -> None:
+    order = folders()
+    included = re.findall(
+        r'^#include "(\w+)/', file.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    above = [name for name in included if order.index(name) < order.index(file.parent.name)]
+    assert not above, f"{file.name} includes {above}, which docs/structure.md has above it"
+
+
+def classes() -> Iterator[str]:
+    """Yield the classes of all files, except nested ones and those that are private to a file."""
+    for file in CPP_FILES:
+        if file.parent.name not in BY_INSTRUCTION_SET:
+            text = file.read_text(encoding="utf-8")
+            # clang-format does not indent namespaces, and marks where one without a name ends.
+            code = re.sub(r"(?ms)^namespace \{$.*?^\}  // namespace$", "", text)
+            yield from re.findall(r"(?m)^(?:class|struct) (\w+)[^;{(]*\{", code)
+
+
+def test_a_class_name_is_there_once() -> None:
+    """A class name occurs once in C++ and Python together, unless one class wraps the other."""
+    ours = Counter(classes())
+    assert {"HeadStore", "Attention"} <= set(ours)
+    theirs = {
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(parsed(file))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {name for name, n in ours.items() if n > 1} == set()
+    assert set(ours) & theirs == WRAPPED
