@@ -20,8 +20,17 @@ import pytest
 
 from entropykv import FreezeError, system
 from entropykv.store.cold import HEADER_BYTES, MAGIC, VERSION, ColdFile, _remove_leftover, digest_of
-from tests.support.cold_files import MODEL, create, names
 from tests.support.command import line_of, python_process
+
+MODEL = {"architecture": "llama", "n_vocab": 5}
+
+
+def create(directory: Path) -> ColdFile:
+    return ColdFile.create(directory, 8192, MODEL)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
 
 
 @pytest.fixture

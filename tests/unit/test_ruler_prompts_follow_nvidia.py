@@ -32,7 +32,15 @@ from entropykv.evaluation.ruler.scores import (
     own_texts,
     string_match_all,
 )
-from tests.support.ruler_prompts import count, numbered
+
+
+def numbered(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"(\d+)\. (.+?)(?= \d+\. |$)", text.strip())
+
+
+def count(prompt: TaskPrompt) -> int:
+    return len(re.findall(r"\w+|\S", prompt.text))
+
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 ORIGINALS = {
