@@ -203,14 +203,13 @@ def test_a_draft_model_of_llama_cpp_drafts_inside_a_budget(
         llm.close()
         return found, drafted
 
-    expected, none = answer(None)
+    expected, _ = answer(None)
     for draft_model in (LlamaPromptLookupDecoding(num_pred_tokens=5), Repeats()):
         found, drafted = answer(draft_model)
         assert drafted > 0 or (store == "flat" and kv_budget == 48)
         # In the flat store, attention to several tokens gives other bits than to one.
         if store == "headwise":
             assert found == expected
-    assert none >= 0
 
 
 def test_attach_and_detach_keep_the_draft_model(pool_llama: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from entropykv import Pool, PoolError, Session, SettingsError
+from entropykv import EntropyKVError, Pool, PoolError, Session, SettingsError
 from entropykv.settings.cache_options import CacheOptions
 from tests.support.pools import N_CTX, PIECE, PROMPTS, assert_equal, pool_of, written
 
@@ -76,7 +76,7 @@ def test_a_closed_pool_frees_the_model_with_its_session(pool: Pool) -> None:
     session.decode(PROMPTS[3])
     pool.close()
     assert pool.runner.closed
-    with pytest.raises(Exception, match="closed"):
+    with pytest.raises(EntropyKVError, match="the pool is closed"):
         session.decode([5])
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from entropykv import system
 from entropykv.cli.terminal import EXIT_TERMINATED, orderly_termination
-from entropykv.errors import ModelFileError, ProfileError
+from entropykv.errors import DocumentBusyError, FreezeError, ModelFileError, ProfileError
 from entropykv.files import new_file
 from entropykv.hub.listing import listing_of
 from entropykv.model.header import check_prefix
@@ -138,7 +138,7 @@ def test_a_damaged_file_of_frozen_entries_is_refused_without_pread(tmp_path: Pat
     file = ColdFile.create(tmp_path, 4096, {"name": "model"})
     with open(file.path, "r+b") as changed:
         changed.write(b"other")
-    with pytest.raises(Exception, match="not a file of frozen entries any more"):
+    with pytest.raises(FreezeError, match="not a file of frozen entries any more"):
         file.check()
     file.close()
 
@@ -207,7 +207,7 @@ def unlinks_closed_files(
 def test_the_lock_of_a_document_is_removed_where_open_files_cannot_be(tmp_path: Path) -> None:
     with document._locked(tmp_path / "book.kv"):
         assert (tmp_path / "book.kv.lock").exists()
-        with pytest.raises(Exception, match="another process is reading this document"):
+        with pytest.raises(DocumentBusyError, match="another process is reading this document"):
             document._locked(tmp_path / "book.kv").__enter__()
     assert list(tmp_path.iterdir()) == []
 
