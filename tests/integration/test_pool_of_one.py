@@ -76,7 +76,7 @@ def test_a_closed_pool_frees_the_model_with_its_session(pool: Pool) -> None:
     session.decode(PROMPTS[3])
     pool.close()
     assert pool.runner.closed
-    with pytest.raises(EntropyKVError, match="the pool is closed"):
+    with pytest.raises(EntropyKVError, match="closed; make a new one"):
         session.decode([5])
 
 
