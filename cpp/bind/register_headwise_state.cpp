@@ -64,32 +64,19 @@ void register_checkpoints(py::class_<HeadwiseStore>& store) {
 
 void register_headwise_state(py::class_<HeadwiseStore>& store) {
     register_checkpoints(store);
+    def_of_head(store, "state_bytes", [](const HeadStore& self, int layer, int head) {
+        return HeadSaver(self.components()).bytes(layer, head);
+    });
+    def_of_head(store, "state_padding", [](const HeadStore& self, int layer, int head) {
+        return HeadSaver(self.components()).padding(layer, head);
+    });
+    def_of_head(store, "save_head", [](const HeadStore& self, int layer, int head) {
+        const HeadSaver saver(self.components());
+        py::bytes state(nullptr, saver.bytes(layer, head));
+        saver.save(layer, head, reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
+        return state;
+    });
     store
-        .def(
-            "state_bytes",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return HeadSaver(self.store.components()).bytes(layer, head);
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "state_padding",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return HeadSaver(self.store.components()).padding(layer, head);
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "save_head",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                const HeadSaver saver(self.store.components());
-                py::bytes state(nullptr, saver.bytes(layer, head));
-                saver.save(layer, head,
-                           reinterpret_cast<std::byte*>(PyBytes_AS_STRING(state.ptr())));
-                return state;
-            },
-            py::arg("layer"), py::arg("kv_head"))
         .def(
             "state_problem",
             [](const HeadwiseStore& self, int layer, int count, const py::buffer& state, int end) {

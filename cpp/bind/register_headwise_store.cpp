@@ -96,62 +96,52 @@ std::unique_ptr<HeadwiseStore> make_store(
 }
 
 void register_figures(py::class_<HeadwiseStore>& store) {
-    store.def_property_readonly("entries", [](const HeadwiseStore& s) { return s.store.entries(); })
+    store
         .def_property(
             "evicted", [](const HeadwiseStore& s) { return s.store.evicted(); },
             [](HeadwiseStore& s, std::size_t n) { s.store.components().common.evicted = n; })
-        .def_property_readonly("windows_whole_from",
-                               [](const HeadwiseStore& s) { return s.store.windows_whole_from(); })
-        .def_property_readonly("eviction_seconds",
-                               [](const HeadwiseStore& s) { return s.eviction_seconds(); })
-        .def_property_readonly(
-            "budget_bytes", [](const HeadwiseStore& s) { return s.store.share().budget_bytes(); })
-        .def_property_readonly("used_bytes",
-                               [](const HeadwiseStore& s) { return s.store.share().used_bytes(); })
-        .def_property_readonly("peak_bytes",
-                               [](const HeadwiseStore& s) { return s.store.share().peak_bytes(); })
-        .def_property_readonly(
-            "mapped_bytes",
-            [](const HeadwiseStore& s) { return s.store.share().pool().pages().mapped_bytes(); })
-        .def_property_readonly(
-            "staging_bytes",
-            [](const HeadwiseStore& s) { return s.store.share().pool().staging().bytes(); })
+        .def_property_readonly("eviction_seconds", &HeadwiseStore::eviction_seconds)
         .def_property_readonly("scratch_bytes", &HeadwiseStore::scratch_bytes);
+    Figures(store, [](const HeadwiseStore& s) -> const HeadStore& { return s.store; })
+        .add("entries", &HeadStore::entries)
+        .add("windows_whole_from", &HeadStore::windows_whole_from);
+    Figures(store, [](const HeadwiseStore& s) -> const PageShare& { return s.store.share(); })
+        .add("budget_bytes", &PageShare::budget_bytes)
+        .add("used_bytes", &PageShare::used_bytes)
+        .add("peak_bytes", &PageShare::peak_bytes)
+        .add("mapped_bytes", [](const PageShare& s) { return s.pool().pages().mapped_bytes(); })
+        .add("staging_bytes", [](const PageShare& s) { return s.pool().staging().bytes(); });
+}
+
+// Returns the scores of entries, given their importance.
+std::vector<float> scores_of(const HeadStore& store, std::vector<float> importance) {
+    for (float& value : importance) value = store.settings().importance.score_of(value);
+    return importance;
 }
 
 void register_heads(py::class_<HeadwiseStore>& store) {
-    store
-        .def(
-            "positions",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return to_array(positions_of(self.store.head(layer, head)));
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "importance",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                std::vector<float> importance = importance_of(self.store.head(layer, head));
-                for (float& value : importance)
-                    value = self.store.settings().importance.score_of(value);
-                return to_array(importance);
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "budget",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return self.store.head(layer, head).budget();
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def(
-            "count",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return self.store.head(layer, head).count();
-            },
-            py::arg("layer"), py::arg("kv_head"));
+    def_of_head(store, "positions", [](const HeadStore& self, int layer, int head) {
+        return to_array(positions_of(self.head(layer, head)));
+    });
+    def_of_head(store, "importance", [](const HeadStore& self, int layer, int head) {
+        return to_array(scores_of(self, importance_of(self.head(layer, head))));
+    });
+    def_of_head(store, "budget", [](const HeadStore& self, int layer, int head) {
+        return self.head(layer, head).budget();
+    });
+    def_of_head(store, "count", [](const HeadStore& self, int layer, int head) {
+        return self.head(layer, head).count();
+    });
+    def_of_head(store, "frozen_positions", [](const HeadStore& self, int layer, int head) {
+        return to_array(frozen_positions(self.head(layer, head)));
+    });
+    def_of_head(store, "rows", [](const HeadStore& self, int layer, int head) {
+        const StoredRows rows = rows_of(self.head(layer, head));
+        const auto n = static_cast<py::ssize_t>(rows.positions.size());
+        const LayerShape& shape = self.shape(layer);
+        return py::make_tuple(to_array(rows.positions), to_array(scores_of(self, rows.importance)),
+                              to_rows(rows.k, {n, shape.k_dim}), to_rows(rows.v, {n, shape.v_dim}));
+    });
 }
 
 void register_losses(py::class_<HeadwiseStore>& store) {
@@ -191,38 +181,22 @@ void register_freezing(py::class_<HeadwiseStore>& store) {
             py::arg("forget") = false)
         .def("stop_freezing",
              [](HeadwiseStore& self) { FrozenHeads(self.store.components()).stop(); })
-        .def(
-            "frozen_positions",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                return to_array(frozen_positions(self.store.head(layer, head)));
-            },
-            py::arg("layer"), py::arg("kv_head"))
-        .def_property_readonly("frozen",
-                               [](const HeadwiseStore& s) { return s.store.frozen().now(); })
-        .def_property_readonly("frozen_total",
-                               [](const HeadwiseStore& s) { return s.store.frozen().frozen(); })
-        .def_property_readonly("restored_total",
-                               [](const HeadwiseStore& s) { return s.store.frozen().restored(); })
-        .def_property_readonly("recalled_total",
-                               [](const HeadwiseStore& s) { return s.store.frozen().recalled(); })
-        .def_property_readonly("cold_seconds",
-                               [](const HeadwiseStore& s) { return s.store.frozen().seconds(); })
-        .def_property_readonly("cold_bytes",
-                               [](const HeadwiseStore& s) { return s.store.frozen().bytes(); })
-        .def_property_readonly(
-            "sketch_bytes", [](const HeadwiseStore& s) { return s.store.frozen().sketch_bytes(); })
-        .def_property_readonly(
-            "cold_overhead_bytes",
-            [](const HeadwiseStore& s) { return s.store.frozen().overhead_bytes(); })
-        .def_property_readonly("cold_file_bytes",
-                               [](const HeadwiseStore& s) { return s.store.frozen().file_bytes(); })
         .def_property_readonly("cold_failure",
                                [](const HeadwiseStore& s) -> std::optional<std::string> {
                                    const char* why = s.store.frozen().failure();
                                    if (why == nullptr) return std::nullopt;
                                    return why;
                                });
+    Figures(store, [](const HeadwiseStore& s) { return s.store.frozen(); })
+        .add("frozen", &FrozenFigures::now)
+        .add("frozen_total", &FrozenFigures::frozen)
+        .add("restored_total", &FrozenFigures::restored)
+        .add("recalled_total", &FrozenFigures::recalled)
+        .add("cold_seconds", &FrozenFigures::seconds)
+        .add("cold_bytes", &FrozenFigures::bytes)
+        .add("sketch_bytes", &FrozenFigures::sketch_bytes)
+        .add("cold_overhead_bytes", &FrozenFigures::overhead_bytes)
+        .add("cold_file_bytes", &FrozenFigures::file_bytes);
 }
 
 void register_observation(py::class_<HeadwiseStore>& store) {
@@ -254,21 +228,7 @@ void register_observation(py::class_<HeadwiseStore>& store) {
                     to_array(capture.sinks), capture.softcap, shape.window, shape.chunked,
                     to_array(capture.slopes));
             },
-            py::arg("layer"))
-        .def(
-            "rows",
-            [](const HeadwiseStore& self, int layer, int head) {
-                self.check_head(layer, head);
-                StoredRows rows = rows_of(self.store.head(layer, head));
-                for (float& importance : rows.importance)
-                    importance = self.store.settings().importance.score_of(importance);
-                const auto n = static_cast<py::ssize_t>(rows.positions.size());
-                const LayerShape& shape = self.store.shape(layer);
-                return py::make_tuple(to_array(rows.positions), to_array(rows.importance),
-                                      to_rows(rows.k, {n, shape.k_dim}),
-                                      to_rows(rows.v, {n, shape.v_dim}));
-            },
-            py::arg("layer"), py::arg("kv_head"));
+            py::arg("layer"));
 }
 
 int n_features(const HeadwiseStore& self, int layer) {

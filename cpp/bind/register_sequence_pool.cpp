@@ -13,8 +13,8 @@
 namespace entropykv::bind {
 
 void register_sequence_pool(py::module_& m) {
-    py::class_<SequencePool>(m, "SequencePool")
-        .def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
+    py::class_<SequencePool> pool(m, "SequencePool");
+    pool.def(py::init([](const std::vector<LayerShape>& layers, const std::string& kv_type,
                          int max_tokens, int n_sequences, int n_drafts) {
                  return SequencePool(layers, kv_type_named(kv_type), max_tokens, n_sequences,
                                      n_drafts);
@@ -30,18 +30,13 @@ void register_sequence_pool(py::module_& m) {
                 self.store->on_full(std::move(drop));
             },
             py::arg("drop"))
-        .def_property_readonly(
-            "budget_bytes", [](const SequencePool& s) { return s.store->pages().budget_bytes(); })
-        .def_property_readonly("used_bytes",
-                               [](const SequencePool& s) { return s.store->pages().used_bytes(); })
-        .def_property_readonly("peak_bytes",
-                               [](const SequencePool& s) { return s.store->pages().peak_bytes(); })
-        .def_property_readonly(
-            "mapped_bytes", [](const SequencePool& s) { return s.store->pages().mapped_bytes(); })
-        .def_property_readonly("staging_bytes",
-                               [](const SequencePool& s) { return s.store->staging().bytes(); })
-        .def_property_readonly("scratch_bytes",
-                               [](const SequencePool& s) { return s.scratch_bytes(); });
+        .def_property_readonly("scratch_bytes", &SequencePool::scratch_bytes);
+    Figures(pool, [](const SequencePool& s) -> const StorePool& { return *s.store; })
+        .add("budget_bytes", [](const StorePool& s) { return s.pages().budget_bytes(); })
+        .add("used_bytes", [](const StorePool& s) { return s.pages().used_bytes(); })
+        .add("peak_bytes", [](const StorePool& s) { return s.pages().peak_bytes(); })
+        .add("mapped_bytes", [](const StorePool& s) { return s.pages().mapped_bytes(); })
+        .add("staging_bytes", [](const StorePool& s) { return s.staging().bytes(); });
     py::class_<Checkpoint>(m, "Checkpoint")
         .def("drop", &Checkpoint::drop)
         .def("copy", &Checkpoint::copy)
