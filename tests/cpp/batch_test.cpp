@@ -12,11 +12,6 @@ constexpr int kSequences = 5;
 constexpr int kLayers = 3;
 constexpr int kPiece = 40;
 
-// Holds what a micro-batch of one sequence reads in one layer.
-struct Rows {
-    std::vector<float> q, k, v;
-};
-
 struct Machine {
     Machine(const LayerShape& shape, const StoreSettings& settings, int n_threads, unsigned seed)
         : shape(shape),
@@ -52,7 +47,7 @@ struct Machine {
         CHECK(pool->shared_pages() <= index(pages));
     }
 
-    Rows rows(int n) {
+    LayerRows rows(int n) {
         return {random_rows(random, n * shape.n_head * shape.k_dim),
                 random_rows(random, n * shape.n_head_kv * shape.k_dim),
                 random_rows(random, n * shape.n_head_kv * shape.v_dim)};
@@ -66,7 +61,7 @@ struct Machine {
             if (i != reader && below(3) > 0) parts.emplace_back(pairs[index(i)].get(), 1);
         if (reader >= 0) parts.emplace_back(pairs[index(reader)].get(), 2 + below(kPiece - 1));
         for (auto& [pair, n] : parts)
-            if (pair->end + n > kMaxEntries) truncate(*pair, 0);
+            if (pair->end + n > kMaxEntries) pair->truncate(0);
         if (parts.empty()) return;
         batch.clear();
         for (auto& [pair, n] : parts) {
@@ -84,12 +79,12 @@ struct Machine {
         struct Run {
             Pair* pair;
             int n, n_right;
-            std::vector<Rows> layers;
+            std::vector<LayerRows> layers;
         };
         std::vector<Run> runs;
         int room = static_cast<int>(pool->staging().row_pages());
         for (const std::unique_ptr<Pair>& pair : pairs) {
-            if (pair->end + 20 > kMaxEntries) truncate(*pair, 0);
+            if (pair->end + 20 > kMaxEntries) pair->truncate(0);
             const int n_drafts = pair->attention.most_drafts(std::min(room - 1, below(6)));
             if (n_drafts < 1 || room < 2) continue;
             room -= n_drafts + 1;
@@ -104,9 +99,9 @@ struct Machine {
         }
         std::vector<std::vector<float>> outputs;
         for (int layer = 0; layer < kLayers; ++layer) {
-            Rows all;
+            LayerRows all;
             for (const Run& run : runs)
-                for (const auto member : {&Rows::q, &Rows::k, &Rows::v})
+                for (const auto member : {&LayerRows::q, &LayerRows::k, &LayerRows::v})
                     append(all.*member, run.layers[index(layer)].*member);
             outputs.push_back(attend_together(all, layer));
         }
@@ -135,7 +130,7 @@ struct Machine {
     }
 
     // Returns the rows of one token.
-    Rows one_of(const Rows& run, int token) const {
+    LayerRows one_of(const LayerRows& run, int token) const {
         const auto slice = [&](const std::vector<float>& rows, int n) {
             const auto first = rows.begin() + token * n;
             return std::vector<float>(first, first + n);
@@ -145,7 +140,7 @@ struct Machine {
                 slice(run.v, shape.n_head_kv * shape.v_dim)};
     }
 
-    std::vector<float> attend_together(const Rows& all, int layer) {
+    std::vector<float> attend_together(const LayerRows& all, int layer) {
         AttentionParams params;
         params.scale = 0.2f;
         std::vector<float> output(index(batch.n_tokens() * shape.n_head * shape.v_dim), NAN);
@@ -162,11 +157,11 @@ struct Machine {
     }
 
     void read(const std::vector<std::pair<Pair*, int>>& parts, int layer) {
-        Rows all;
-        std::vector<Rows> each;
+        LayerRows all;
+        std::vector<LayerRows> each;
         for (const auto& [pair, n] : parts) {
             each.push_back(rows(n));
-            for (const auto member : {&Rows::q, &Rows::k, &Rows::v})
+            for (const auto member : {&LayerRows::q, &LayerRows::k, &LayerRows::v})
                 append(all.*member, each.back().*member);
         }
         const std::vector<float> output = attend_together(all, layer);
@@ -179,7 +174,7 @@ struct Machine {
         }
     }
 
-    std::vector<float> read_alone(Attention& attention, const Rows& own, int n, int layer) {
+    std::vector<float> read_alone(Attention& attention, const LayerRows& own, int n, int layer) {
         AttentionParams params;
         params.scale = 0.2f;
         std::vector<float> output(index(n * shape.n_head * shape.v_dim), NAN);
@@ -193,27 +188,12 @@ struct Machine {
         return output;
     }
 
-    void truncate(Pair& pair, std::int32_t end) {
-        pair.end = end;
-        pair.shared.truncate(end);
-        pair.alone.truncate(end);
-    }
-
     void compare() {
         std::size_t used = 0;
         for (const std::unique_ptr<Pair>& pair : pairs) {
             used += pair->shared.share().used_bytes();
             CHECK(pair->shared.share().used_bytes() <= pair->shared.share().budget_bytes());
-            CHECK(pair->shared.evicted() == pair->alone.evicted());
-            CHECK(pair->shared.frozen().now() == pair->alone.frozen().now());
-            for (int layer = 0; layer < kLayers; ++layer) {
-                for (int head = 0; head < shape.n_head_kv; ++head) {
-                    CHECK(positions_of(pair->shared.head(layer, head)) ==
-                          positions_of(pair->alone.head(layer, head)));
-                    CHECK(importance_of(pair->shared.head(layer, head)) ==
-                          importance_of(pair->alone.head(layer, head)));
-                }
-            }
+            pair->compare();
         }
         CHECK(used == pool->pages().used_bytes());
     }
@@ -240,7 +220,7 @@ void test_random_company(KvType type, ScoreKind score, unsigned seed) {
         if (kind == 0) {
             machine.resize(machine.below(400) + 200);
         } else if (kind == 1) {
-            machine.truncate(pair, machine.below(pair.end + 1));
+            pair.truncate(machine.below(pair.end + 1));
         } else if (kind < 6) {
             machine.step_with_drafts();
         } else {

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "decide/features.hpp"
-#include "decide/inverse_rope.hpp"
+#include "decide/rope_params.hpp"
 #include "kernel_rows.hpp"
 #include "platform/half.hpp"
 

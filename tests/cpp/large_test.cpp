@@ -10,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "decide/budget.hpp"
 #include "testing.hpp"
 
 namespace {
@@ -18,17 +17,6 @@ namespace {
 // The tests use a store of several layers, and micro-batches for it.
 
 using Rows = std::vector<float>;
-
-// Holds a micro-batch of one layer.
-struct Batch {
-    Rows q, k, v;
-};
-
-Batch random_batch(const LayerShape& shape, int n, std::mt19937& random) {
-    return {random_rows(random, n * shape.n_head * shape.k_dim),
-            random_rows(random, n * shape.n_head_kv * shape.k_dim),
-            random_rows(random, n * shape.n_head_kv * shape.v_dim)};
-}
 
 struct Model {
     Model(const std::vector<LayerShape>& layers, const StoreSettings& settings, int budget,
@@ -40,41 +28,20 @@ struct Model {
         set_budget(budget);
     }
 
-    void set_budget(int budget) {
-        std::vector<int> budgets;
-        std::size_t pages = 0;
-        for (int l = 0; l < store.n_layers(); ++l) {
-            for (int h = 0; h < store.shape(l).n_head_kv; ++h) {
-                budgets.push_back(budget);
-                pages += index(pages_for(budget, store.layout(l).entries));
-            }
-        }
-        store.set_budgets(budgets, pages, store.settings().protection);
-    }
+    void set_budget(int budget) { set_equal_budgets(store, budget); }
 
     // Reads a micro-batch, with other rows for every layer; returns the outputs.
-    Rows read(const std::vector<Batch>& batches, int n, bool biased = false) {
+    Rows read(const std::vector<LayerRows>& batches, int n, bool biased = false) {
         Rows outputs;
         attention.begin({n, end, end});
         for (int l = 0; l < store.n_layers(); ++l) {
             const LayerShape& shape = shapes[index(l)];
-            const Batch& batch = batches[index(l)];
-            const RowsView q = view(batch.q, shape.n_head, shape.k_dim);
-            const RowsView k = view(batch.k, shape.n_head_kv, shape.k_dim);
-            const RowsView v = view(batch.v, shape.n_head_kv, shape.v_dim);
             const std::vector<float> slopes = alibi_slopes(shape.n_head, 8.0f);
             AttentionParams params;
             params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
             params.slopes = biased ? slopes.data() : nullptr;
             params.softcap = softcap;
-            Rows output(index(n * shape.n_head * shape.v_dim), NAN);
-            run_node(n_threads, [&](int t) { attention.stage_k(l, k, t, n_threads); });
-            if (!shape.latent)
-                run_node(n_threads, [&](int t) { attention.stage_v(l, v, t, n_threads); });
-            run_node(n_threads, [&](int t) {
-                attention.attend(l, 0, params, q, output.data(), t);
-                attention.finish(t);
-            });
+            const Rows output = attend_layer(attention, l, batches[index(l)], n, params, n_threads);
             outputs.insert(outputs.end(), output.begin(), output.end());
         }
         end += n;
@@ -82,8 +49,9 @@ struct Model {
     }
 
     Rows read(int n, std::mt19937& random, bool biased = false) {
-        std::vector<Batch> batches;
-        for (const LayerShape& shape : shapes) batches.push_back(random_batch(shape, n, random));
+        std::vector<LayerRows> batches;
+        for (const LayerShape& shape : shapes)
+            batches.push_back(random_layer_rows(shape, n, random));
         return read(batches, n, biased);
     }
 
@@ -133,8 +101,8 @@ void check_model(const Model& model) {
 // The following tests recall thousands of entries at once.
 
 // Makes rows that mostly point to a topic, with some noise.
-Batch on_topic(const LayerShape& shape, int n, int topic, std::mt19937& random) {
-    Batch batch = random_batch(shape, n, random);
+LayerRows on_topic(const LayerShape& shape, int n, int topic, std::mt19937& random) {
+    LayerRows batch = random_layer_rows(shape, n, random);
     for (Rows* rows : {&batch.q, &batch.k}) {
         for (std::size_t i = 0; i < rows->size(); ++i) {
             const int d = static_cast<int>(i) % shape.k_dim;
@@ -247,8 +215,7 @@ void test_scratch_of_wide_groups() {
     Model narrow({{1, 1, 16, 16}}, settings, kEntries, 2);
     std::mt19937 random(6);
     while (narrow.end + 512 < kEntries) narrow.read(512, random);
-    std::vector<std::byte> state(HeadSaver(narrow.store.components()).bytes(0, 0));
-    HeadSaver(narrow.store.components()).save(0, 0, state.data());
+    std::vector<std::byte> state = state_of(narrow.store, 0);
     const int count = narrow.store.head(0, 0).count();
     HeadLoader(model.store.components()).begin({count}, {state.data()}, {kEntries});
     HeadLoader(model.store.components()).load(0, 0, count, state.data());
@@ -272,14 +239,12 @@ void test_groups_side_by_side() {
         Model model(layers, settings, 60, n_threads);
         std::mt19937 random(8);
         std::vector<double> numbers;
-        const auto note = [&](const auto& values) {
-            for (const auto value : values) numbers.push_back(static_cast<double>(value));
-        };
-        for (const int n : {70, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1}) note(model.read(n, random));
+        for (const int n : {70, 1, 1, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1})
+            note(numbers, model.read(n, random));
         for (int l = 0; l < model.store.n_layers(); ++l) {
             for (int h = 0; h < model.store.shape(l).n_head_kv; ++h) {
-                note(positions_of(model.store.head(l, h)));
-                note(importance_of(model.store.head(l, h)));
+                note(numbers, positions_of(model.store.head(l, h)));
+                note(numbers, importance_of(model.store.head(l, h)));
             }
         }
         check_model(model);
@@ -314,8 +279,7 @@ std::vector<double> read_from(std::int32_t begin, const Far& test) {
     std::mt19937 random(11);
     std::vector<double> numbers;
     for (const int n : {100, 1, 1, 90, 3, 1, 1, 1, 1, 64, 1, 1, 20, 300, 1})
-        for (const float value : model.read(n, random, test.biased))
-            numbers.push_back(static_cast<double>(value));
+        note(numbers, model.read(n, random, test.biased));
     for (const std::int32_t position : positions_of(model.store.head(0, 0)))
         numbers.push_back(position - begin);
     for (const std::int32_t position : frozen_positions(model.store.head(0, 0)))
@@ -367,7 +331,7 @@ void test_bad_queries_leave_no_trace() {
                 model.attention.entropies().track(true);
                 std::mt19937 random(13);
                 for (const int n : {100, 1, 1}) model.read(n, random);
-                Batch spoilt = random_batch(model.shapes[0], n_bad, random);
+                LayerRows spoilt = random_layer_rows(model.shapes[0], n_bad, random);
                 std::fill_n(spoilt.q.begin(), 4 * 16, bad);
                 while (model.end % kScoringInterval != 0) model.read(1, random);
                 model.read({spoilt}, n_bad);
@@ -376,15 +340,9 @@ void test_bad_queries_leave_no_trace() {
                 check_model(model);
                 for (const double sum : model.attention.entropies().sums(0))
                     CHECK(std::isfinite(sum));
-                for (const int head : {0, 1}) {
-                    std::vector<std::byte> state(
-                        HeadSaver(model.store.components()).bytes(0, head));
-                    HeadSaver(model.store.components()).save(0, head, state.data());
-                    CHECK(HeadSaver(model.store.components())
-                              .problem(0, model.store.head(0, head).count(), state.data(),
-                                       state.size(), model.end)
+                for (const int head : {0, 1})
+                    CHECK(problem_of(model.store, head, state_of(model.store, head), model.end)
                               .empty());
-                }
             }
         }
     }

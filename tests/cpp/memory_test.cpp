@@ -25,7 +25,6 @@
 #include <string>
 #include <utility>
 
-#include "decide/budget.hpp"
 #include "page/page_pool.hpp"
 #include "platform/file_access.hpp"
 #include "platform/mapped_file.hpp"
@@ -119,9 +118,7 @@ struct Sequence {
           attention(store, *available_kernels().back(), 1) {}
 
     void set_budget(int entries) {
-        const int pages = pages_for(entries, store.layout(0).entries);
-        const std::vector<int> budgets(index(kShape.n_head_kv), entries);
-        survive([&] { store.set_budgets(budgets, index(kShape.n_head_kv * pages), kProtection); });
+        survive([&] { set_equal_budgets(store, entries); });
     }
 
     void read(int n, std::mt19937& random, std::vector<double>& numbers) {
@@ -139,16 +136,14 @@ struct Sequence {
         attention.finish(0);
         machine.in_op = false;
         end += n;
-        for (const float value : output) numbers.push_back(static_cast<double>(value));
+        ::note(numbers, output);
     }
 
     void note(std::vector<double>& numbers) const {
         for (int head = 0; head < kShape.n_head_kv; ++head) {
-            for (const std::int32_t at : positions_of(store.head(0, head))) numbers.push_back(at);
-            for (const float of : importance_of(store.head(0, head)))
-                numbers.push_back(static_cast<double>(of));
-            for (const std::int32_t at : frozen_positions(store.head(0, head)))
-                numbers.push_back(at);
+            ::note(numbers, positions_of(store.head(0, head)));
+            ::note(numbers, importance_of(store.head(0, head)));
+            ::note(numbers, frozen_positions(store.head(0, head)));
         }
     }
 

@@ -17,6 +17,21 @@ struct Pair {
         set_predictor(alone);
     }
 
+    void truncate(std::int32_t position) {
+        end = position;
+        shared.truncate(position);
+        alone.truncate(position);
+    }
+
+    // Checks that both hold the same in every layer.
+    void compare() const {
+        CHECK(shared.evicted() == alone.evicted());
+        CHECK(shared.frozen().now() == alone.frozen().now());
+        for (int layer = 0; layer < shared.n_layers(); ++layer)
+            for (int head = 0; head < shared.shape(layer).n_head_kv; ++head)
+                CHECK(hold_the_same(shared.head(layer, head), alone.head(layer, head)));
+    }
+
     HeadStore shared;
     Attention attention;
     HeadStore alone;

@@ -70,7 +70,7 @@ struct Machine {
 
     void read(Pair& pair) {
         const int n = below(3) == 0 ? 1 + below(kLargestPiece) : 1;
-        if (pair.end + n > kMaxEntries) truncate(pair, 0);
+        if (pair.end + n > kMaxEntries) pair.truncate(0);
         const unsigned seed = random();
         std::mt19937 first(seed), second(seed);
         const auto found = read_batch(pair.attention, shape, n, pair.end, first, 1);
@@ -79,20 +79,13 @@ struct Machine {
         pair.end += n;
     }
 
-    static void truncate(Pair& pair, std::int32_t end) {
-        pair.end = end;
-        pair.shared.truncate(end);
-        pair.alone.truncate(end);
-    }
-
     void keep(Pair& pair) {
         Kept made{
             make_checkpoint(pair.shared.components()), {}, {}, pair.alone.evicted(), pair.end};
         CHECK(made.checkpoint->own_pages() == 0);
         for (int head = 0; head < kHeads; ++head) {
             made.counts.push_back(pair.alone.head(0, head).count());
-            made.states.emplace_back(HeadSaver(pair.alone.components()).bytes(0, head));
-            HeadSaver(pair.alone.components()).save(0, head, made.states.back().data());
+            made.states.push_back(state_of(pair.alone, head));
             const StoreComponents& components = pair.shared.components();
             const CheckpointHead& saved = checkpoint_head(components, *made.checkpoint, 0, head);
             std::vector<std::byte> state(HeadSaver(components).bytes(0, saved));
@@ -188,7 +181,7 @@ struct Machine {
         } else if (pairs.empty()) {
             return;
         } else if (kind == 2) {
-            truncate(*pairs[number], below(pairs[number]->end + 1));
+            pairs[number]->truncate(below(pairs[number]->end + 1));
         } else if (kind <= 4 && kept.size() < 24) {
             keep(*pairs[number]);
         } else if (kind <= 6 && !kept.empty()) {
@@ -229,15 +222,7 @@ struct Machine {
     }
 
     void compare() {
-        for (const auto& pair : pairs) {
-            CHECK(pair->shared.evicted() == pair->alone.evicted());
-            for (int head = 0; head < kHeads; ++head) {
-                CHECK(positions_of(pair->shared.head(0, head)) ==
-                      positions_of(pair->alone.head(0, head)));
-                CHECK(importance_of(pair->shared.head(0, head)) ==
-                      importance_of(pair->alone.head(0, head)));
-            }
-        }
+        for (const auto& pair : pairs) pair->compare();
     }
 
     LayerShape shape;

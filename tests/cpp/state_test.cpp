@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "decide/budget.hpp"
 #include "testing.hpp"
 
 namespace {
@@ -47,10 +46,8 @@ struct Sequence {
 
     std::vector<State> save() const {
         std::vector<State> states;
-        for (const int head : {0, 1}) {
-            states.emplace_back(HeadSaver(store.components()).bytes(0, head), std::byte{0xAB});
-            HeadSaver(store.components()).save(0, head, states.back().data());
-        }
+        for (const int head : {0, 1}) states.push_back(state_of(store, head, std::byte{0xAB}));
+
         return states;
     }
 
@@ -73,8 +70,7 @@ struct Sequence {
 void check_same(const Sequence& a, const Sequence& b) {
     CHECK(a.save() == b.save());
     for (const int head : {0, 1}) {
-        CHECK(positions_of(a.store.head(0, head)) == positions_of(b.store.head(0, head)));
-        CHECK(importance_of(a.store.head(0, head)) == importance_of(b.store.head(0, head)));
+        CHECK(hold_the_same(a.store.head(0, head), b.store.head(0, head)));
         CHECK(frozen_positions(a.store.head(0, head)) == frozen_positions(b.store.head(0, head)));
     }
     CHECK(b.store.share().used_bytes() <= b.store.share().budget_bytes());
@@ -197,13 +193,8 @@ void test_damage(KvType type, const std::optional<FreezeSettings>& freezing, uns
             for (int i = 0; i < 1 + round / 8; ++i)
                 state[random() % state.size()] = static_cast<std::byte>(random());
         bool fine = true;
-        for (const int head : {0, 1}) {
-            const State& state = states[index(head)];
-            fine = fine && HeadSaver(saved.store.components())
-                               .problem(0, saved.store.head(0, head).count(), state.data(),
-                                        state.size(), saved.end)
-                               .empty();
-        }
+        for (const int head : {0, 1})
+            fine = fine && problem_of(saved.store, head, states[index(head)], saved.end).empty();
         if (!fine) continue;
         ++taken;
         Sequence loaded(type, ScoreKind::mass, {50, 100}, freezing);

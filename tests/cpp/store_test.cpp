@@ -137,6 +137,18 @@ struct Case {
     bool echoes = false;  // the second half of every large micro-batch is an echo
 };
 
+// Returns a case in which a part of the scores is predicted.
+Case expecting(Case test) {
+    test.expected_lookups = 0.5f;
+    return test;
+}
+
+// Returns a case whose large micro-batches have an echo.
+Case echoing(Case test) {
+    test.echoes = true;
+    return test;
+}
+
 // Returns outputs, what is kept with its importance, and entropies: every number that a thread
 // computes.
 std::vector<double> run(const Case& test, const KernelTable& kernels, int n_threads) {
@@ -147,32 +159,27 @@ std::vector<double> run(const Case& test, const KernelTable& kernels, int n_thre
     set_predictor(store);
     Attention attention(store, kernels, n_threads);
     attention.entropies().track(true);
-    const std::vector<int> budgets(index(test.shape.n_head_kv), test.budget);
-    const int pages = pages_for(test.budget, store.layout(0).entries) * test.shape.n_head_kv;
-    store.set_budgets(budgets, index(pages), kProtection);
+    set_equal_budgets(store, test.budget);
     std::mt19937 random(42);
     std::vector<double> results;
-    const auto note = [&](const auto& values) {
-        for (const auto value : values) results.push_back(static_cast<double>(value));
-    };
     std::int32_t position = 0;
     for (const int n : test.batches) {
         const int n_echo = test.echoes && n > 32 ? n / 2 : 0;
-        note(read_batch(attention, test.shape, n, position, random, n_threads, test.sinks,
-                        test.biased, n_echo));
+        note(results, read_batch(attention, test.shape, n, position, random, n_threads, test.sinks,
+                                 test.biased, n_echo));
         position += n - n_echo;
     }
     for (int h = 0; h < test.shape.n_head_kv; ++h) {
-        note(positions_of(store.head(0, h)));
-        note(importance_of(store.head(0, h)));
+        note(results, positions_of(store.head(0, h)));
+        note(results, importance_of(store.head(0, h)));
     }
-    note(attention.entropies().sums(0));
+    note(results, attention.entropies().sums(0));
     CHECK(attention.entropies().rows(0) == position * test.shape.readers);
     const int needed = test.shape.window > 0 ? test.shape.window : kMaxEntries;
     CHECK((store.evicted() + store.frozen().now() > 0) == (test.budget < needed));
     CHECK((store.frozen().recalled() > 0) == test.freezing.has_value());
-    note(
-        std::vector<std::size_t>{store.evicted(), store.frozen().now(), store.frozen().recalled()});
+    note(results, std::vector<std::size_t>{store.evicted(), store.frozen().now(),
+                                           store.frozen().recalled()});
     return results;
 }
 
@@ -219,40 +226,12 @@ void test_threads() {
                 {"mixed, predicted", gqa, type, ScoreKind::predicted, 100, mixed},
                 {"mixed, V in K, predicted", latent, type, ScoreKind::predicted, 100, mixed},
                 {"decode, predicted", mqa, type, ScoreKind::predicted, 40, decode},
-                {"mixed, predicted, echoes",
-                 gqa,
-                 type,
-                 ScoreKind::predicted,
-                 100,
-                 mixed,
-                 false,
-                 {},
-                 false,
-                 0.0f,
-                 true},
-                {"decode, mass and predicted", mqa, type, mass, 40, decode, false, {}, false, 0.5f},
-                {"mixed, mass and predicted, echoes",
-                 gqa,
-                 type,
-                 mass,
-                 100,
-                 mixed,
-                 true,
-                 {},
-                 false,
-                 0.5f,
-                 true},
-                {"mixed, three readers, attention and predicted, echoes",
-                 shared,
-                 type,
-                 ScoreKind::attention,
-                 100,
-                 mixed,
-                 false,
-                 {},
-                 false,
-                 0.5f,
-                 true},
+                echoing({"mixed, predicted, echoes", gqa, type, ScoreKind::predicted, 100, mixed}),
+                expecting({"decode, mass and predicted", mqa, type, mass, 40, decode}),
+                echoing(expecting(
+                    {"mixed, mass and predicted, echoes", gqa, type, mass, 100, mixed, true})),
+                echoing(expecting({"mixed, three readers, attention and predicted, echoes", shared,
+                                   type, ScoreKind::attention, 100, mixed})),
                 {"large, nothing evicted", mqa, type, mass, kMaxEntries, large},
                 {"mixed, recall", gqa, type, mass, 60, mixed, false, freezings()[1]},
                 {"biased, recall", gqa, type, mass, 60, mixed, false, freezings()[1], true},
@@ -275,9 +254,8 @@ void test_keys_and_values_may_lie_elsewhere(const KernelTable& kernels) {
     settings.ropes.clear();
     HeadStore ledger({there}, settings);
     for (HeadStore* store : {&whole, &ledger}) {
-        const int pages = pages_for(kBudget, store->layout(0).entries) * kHeads;
         store->set_workers(1, kernels);
-        store->set_budgets({kBudget, kBudget}, index(pages), kProtection);
+        set_equal_budgets(*store, kBudget);
     }
     const PageLayout& layout = whole.layout(0);
     const PageLayout& reference = ledger.layout(0);
@@ -310,8 +288,7 @@ void test_keys_and_values_may_lie_elsewhere(const KernelTable& kernels) {
             for (float& share : observed) share = given(random);
             for (HeadStore* store : {&whole, &ledger})
                 store->commit(0, h, n, observed.data(), nullptr, 0.0f, 0);
-            equal = equal && positions_of(whole.head(0, h)) == positions_of(ledger.head(0, h)) &&
-                    importance_of(whole.head(0, h)) == importance_of(ledger.head(0, h));
+            equal = equal && hold_the_same(whole.head(0, h), ledger.head(0, h));
             std::vector<float> value(index(layout.v_dim));
             for (int i = 0; i < ledger.head(0, h).count(); ++i) {
                 const Slot slot = whole.head(0, h).place(i);
@@ -409,8 +386,7 @@ void test_prediction_follows_the_positions_of_rope() {
         HeadStore store({shape}, settings);
         set_predictor(store);
         Attention attention(store, *available_kernels().back(), 1);
-        store.set_budgets({kMaxTokens}, index(pages_for(kMaxTokens, store.layout(0).entries)),
-                          kProtection);
+        set_equal_budgets(store, kMaxTokens);
         InverseRope inverse_rope(settings.ropes.front());  // the opposite sign rotates forward
         std::vector<float> k = plain;
         inverse_rope.prepare(-rope_position - kTokens + 1, kTokens);

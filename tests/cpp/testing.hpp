@@ -10,10 +10,12 @@
 #include <optional>
 #include <random>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "attention/attention.hpp"
+#include "decide/budget.hpp"
 #include "platform/worker_threads.hpp"
 #include "store/checkpoint.hpp"
 #include "store/frozen_heads.hpp"
@@ -108,39 +110,92 @@ inline void run_node(int n_threads, const std::function<void(int)>& node) {
     });
 }
 
+// Holds the rows of a micro-batch in one layer; q has those of every reader.
+struct LayerRows {
+    std::vector<float> q, k, v;
+};
+
+inline LayerRows random_layer_rows(const LayerShape& shape, int n, std::mt19937& random) {
+    return {random_rows(random, shape.readers * n * shape.n_head * shape.k_dim),
+            random_rows(random, n * shape.n_head_kv * shape.k_dim),
+            random_rows(random, n * shape.n_head_kv * shape.v_dim)};
+}
+
+// Attends with n tokens in one layer, after Attention::begin(); returns the outputs of every
+// reader.
+inline std::vector<float> attend_layer(Attention& attention, int layer, const LayerRows& rows,
+                                       int n, const AttentionParams& params, int n_threads) {
+    const LayerShape& shape = attention.store().shape(layer);
+    const int n_outputs = n * shape.n_head * shape.v_dim;
+    std::vector<float> output(index(shape.readers * n_outputs), NAN);
+    const RowsView k = view(rows.k, shape.n_head_kv, shape.k_dim);
+    const RowsView v = view(rows.v, shape.n_head_kv, shape.v_dim);
+    run_node(n_threads, [&](int t) { attention.stage_k(layer, k, t, n_threads); });
+    if (!shape.latent)
+        run_node(n_threads, [&](int t) { attention.stage_v(layer, v, t, n_threads); });
+    for (int reader = 0; reader < shape.readers; ++reader) {
+        const RowsView q = view(rows.q, shape.n_head, shape.k_dim).from(reader * n);
+        float* out = output.data() + reader * n_outputs;
+        run_node(n_threads, [&](int t) {
+            attention.attend(layer, reader, params, q, out, t);
+            attention.finish(t);
+        });
+    }
+    return output;
+}
+
 // Reads a random micro-batch, whose last n_echo tokens are an echo; returns the outputs of every
 // reader.
 inline std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
                                      std::int32_t position, std::mt19937& random, int n_threads,
                                      bool sinks = false, bool biased = false, int n_echo = 0) {
-    const int n_queries = n * shape.n_head * shape.k_dim;
-    const int n_outputs = n * shape.n_head * shape.v_dim;
-    const std::vector<float> q = random_rows(random, shape.readers * n_queries);
-    const std::vector<float> k = random_rows(random, n * shape.n_head_kv * shape.k_dim);
-    const std::vector<float> v = random_rows(random, n * shape.n_head_kv * shape.v_dim);
+    const LayerRows rows = random_layer_rows(shape, n, random);
     const std::vector<float> sink_logits = random_rows(random, shape.n_head);
     const std::vector<float> slopes = alibi_slopes(shape.n_head, 8.0f);
-    std::vector<float> output(index(shape.readers * n_outputs), NAN);
     AttentionParams params;
     params.scale = 1.0f / std::sqrt(static_cast<float>(shape.k_dim));
     params.sinks = sinks ? sink_logits.data() : nullptr;
     params.slopes = biased ? slopes.data() : nullptr;
-    const RowsView k_rows = view(k, shape.n_head_kv, shape.k_dim);
-    const RowsView v_rows = view(v, shape.n_head_kv, shape.v_dim);
     attention.begin({n - n_echo, position, position, n_echo});
-    run_node(n_threads, [&](int t) { attention.stage_k(0, k_rows, t, n_threads); });
-    if (!shape.latent)
-        run_node(n_threads, [&](int t) { attention.stage_v(0, v_rows, t, n_threads); });
-    for (int reader = 0; reader < shape.readers; ++reader) {
-        RowsView q_rows = view(q, shape.n_head, shape.k_dim);
-        q_rows.data += index(reader * n_queries) * sizeof(float);
-        float* out = output.data() + reader * n_outputs;
-        run_node(n_threads, [&](int t) {
-            attention.attend(0, reader, params, q_rows, out, t);
-            attention.finish(t);
-        });
+    return attend_layer(attention, 0, rows, n, params, n_threads);
+}
+
+// Gives every KV head the same budget, and the store a share of pages that has just room for them.
+inline void set_equal_budgets(HeadStore& store, int entries) {
+    std::vector<int> budgets;
+    int pages = 0;
+    for (int layer = 0; layer < store.n_layers(); ++layer) {
+        const int n_heads = store.shape(layer).n_head_kv;
+        budgets.insert(budgets.end(), index(n_heads), entries);
+        pages += n_heads * pages_for(entries, store.layout(layer).entries);
     }
-    return output;
+    store.set_budgets(budgets, index(pages), store.settings().protection);
+}
+
+// Returns a head of the first layer as it is saved. fill: what the bytes are before.
+inline std::vector<std::byte> state_of(const HeadStore& store, int head, std::byte fill = {}) {
+    const HeadSaver saver(store.components());
+    std::vector<std::byte> state(saver.bytes(0, head), fill);
+    saver.save(0, head, state.data());
+    return state;
+}
+
+// Returns what is wrong with a state of a head of the first layer, in a text that ends at `end`.
+inline std::string problem_of(const HeadStore& store, int head, const std::vector<std::byte>& state,
+                              std::int32_t end) {
+    return HeadSaver(store.components())
+        .problem(0, store.head(0, head).count(), state.data(), state.size(), end);
+}
+
+// Tells whether two heads hold the same positions, each with the same importance.
+inline bool hold_the_same(const Head& a, const Head& b) {
+    return positions_of(a) == positions_of(b) && importance_of(a) == importance_of(b);
+}
+
+// Appends values to a list of all numbers that a run gives.
+template <typename Values>
+void note(std::vector<double>& numbers, const Values& values) {
+    for (const auto value : values) numbers.push_back(static_cast<double>(value));
 }
 
 // Prints "N passed, M failed"; returns the exit code.
