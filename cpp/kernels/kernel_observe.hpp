@@ -136,14 +136,6 @@ void prompt_observe_typed(const PromptTask& task, const float* row_weights, floa
     }
 }
 
-template <Statistic What>
-void prompt_observe_what(const PromptTask& task, const float* row_weights, float neighbourhood,
-                         float* sums) {
-    with_type(task.entries.layout->type, [&](auto known) {
-        prompt_observe_typed<decltype(known)::type, What>(task, row_weights, neighbourhood, sums);
-    });
-}
-
 // Returns what the query of a row gives to an entry with this logit; shift and factor belong to the
 // row.
 template <Statistic What>
@@ -180,12 +172,9 @@ void logits_observe_what(const float* logits, int n, float max, float softmax_su
     }
 }
 
-// Wraps a statistic in a type, so that kernels are compiled for it.
+// Calls observe(std::integral_constant), so that kernels are compiled for the statistic.
 template <Statistic What>
-struct KnownStatistic {
-    static constexpr Statistic what = What;
-};
-
+using KnownStatistic = std::integral_constant<Statistic, What>;
 template <typename Observe>
 inline void with_statistic(Statistic what, Observe observe) {
     switch (what) {
@@ -200,15 +189,18 @@ inline void with_statistic(Statistic what, Observe observe) {
 
 void prompt_observe(const PromptTask& task, Statistic what, const float* row_weights,
                     float neighbourhood, float* sums) {
-    with_statistic(what, [&](auto known) {
-        prompt_observe_what<decltype(known)::what>(task, row_weights, neighbourhood, sums);
+    with_type(task.entries.layout->type, [&](auto known) {
+        with_statistic(what, [&](auto statistic) {
+            prompt_observe_typed<decltype(known)::type, decltype(statistic)::value>(
+                task, row_weights, neighbourhood, sums);
+        });
     });
 }
 
 void logits_observe(const float* logits, int n, Statistic what, float max, float softmax_sum,
                     float* sums) {
     with_statistic(what, [&](auto known) {
-        logits_observe_what<decltype(known)::what>(logits, n, max, softmax_sum, sums);
+        logits_observe_what<decltype(known)::value>(logits, n, max, softmax_sum, sums);
     });
 }
 

@@ -2,7 +2,6 @@
 #include "products/product_kernels.hpp"
 
 #include "products/block_types.hpp"
-#include "products/block_types_k.hpp"
 #include "products/half_rows.hpp"
 #include "products/many_tokens.hpp"
 
