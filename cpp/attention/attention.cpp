@@ -96,9 +96,9 @@ void Attention::begin(const StepTokens& reading) {
     const bool predicts = step_.importance.predicts();
     // With predicted scores, the queries of an echo only raise predicted shares. An echo of a
     // single token is ignored, because one query shows too little.
-    step_.observing =
-        step_.importance.measure().observes() && (n_text > 0 || !predicts) &&
-        (n_tokens > 1 || position % store_.components().common.scoring_interval() == 0);
+    step_.observing = (n_text > 0 || !predicts) &&
+                      step_.importance.measure().observes(
+                          n_tokens, position, store_.components().common.scoring_interval());
     step_.observing_echo = n_echo > 0 && n_tokens > 1 && predicts;
     commits_.begin(n_text);
     entropies_.begin(step_);

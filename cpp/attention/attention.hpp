@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "attention/head_attention.hpp"
-#include "attention/query_capture.hpp"
 
 namespace entropykv {
 

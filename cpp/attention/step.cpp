@@ -98,7 +98,7 @@ Step Step::of_token(int token, int scoring_interval) const {
     step.n_tokens = step.n_text = 1;
     step.n_drafts = 0;
     step.base_position = base_position + token;
-    step.observing = importance.measure().observes() && step.base_position % scoring_interval == 0;
+    step.observing = importance.measure().observes(1, step.base_position, scoring_interval);
     return step;
 }
 

@@ -2,8 +2,7 @@
 // picks the vector type from the flags of the compiler.
 #include "kernels/kernels.hpp"
 
-#include "kernels/kernel_decode_f16.hpp"
-#include "kernels/kernel_decode_q8.hpp"
+#include "kernels/kernel_decode.hpp"
 #include "kernels/kernel_features.hpp"
 #include "kernels/kernel_observe.hpp"
 #include "kernels/kernel_prompt.hpp"

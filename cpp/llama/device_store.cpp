@@ -229,8 +229,7 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
     end_decisions();  // a step that failed may have left decisions
     if (n_tokens > 1) add_late_findings();
     const Measure& measure = ledger_.settings().importance.measure();
-    const bool observing =
-        measure.observes() && (n_tokens > 1 + n_drafts || position % kScoringInterval == 0);
+    const bool observing = measure.observes(n_tokens - n_drafts, position);
     step_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
     is_committed_ = false;
     for (Layer& layer : layers_) layer.read = 0;

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "decide/inverse_rope.hpp"
+#include "decide/rope_params.hpp"
 #include "store/head.hpp"
 #include "store/store_common.hpp"
 

@@ -7,7 +7,7 @@
 
 #include "decide/features.hpp"
 #include "decide/importance.hpp"
-#include "decide/inverse_rope.hpp"
+#include "decide/rope_params.hpp"
 #include "kernels/kernels.hpp"
 #include "platform/scratch.hpp"
 

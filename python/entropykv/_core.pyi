@@ -32,7 +32,7 @@ def struct_layouts() -> list[tuple[str, int, str, int]]:
     """
 
 class ScoreKind:
-    """Name a measure by which entries are ranked: see cpp/decide/measures.hpp."""
+    """Name a measure by which entries are ranked: see cpp/decide/importance.hpp."""
 
     streaming: ScoreKind
     recency: ScoreKind
@@ -46,7 +46,7 @@ class ScoreKind:
     def name(self) -> str: ...
 
 class Measure:
-    """Describe a measure of importance: a row of the table in cpp/decide/measures.cpp."""
+    """Describe a measure of importance: a row of the table in cpp/decide/importance.cpp."""
 
     @property
     def kind(self) -> ScoreKind: ...

@@ -10,7 +10,7 @@ from entropykv.errors import SettingsError
 from entropykv.settings.own_policy import OwnPolicy
 
 _ALL = {measure.name: measure for measure in _core.measures()}
-"""The measures in the table of the extension, by their names: cpp/decide/measures.cpp."""
+"""The measures in the table of the extension, by their names: cpp/decide/importance.cpp."""
 
 MEASURES = {name: measure.summary for name, measure in _ALL.items() if not measure.by_position}
 """The measures that can be chosen for a policy, each with a summary of what it gives to entries."""

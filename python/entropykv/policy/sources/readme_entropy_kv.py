@@ -5,7 +5,7 @@ https://github.com/SCJedi/vacuum_physics. It gives a head base * clamp(H / mean 
 entries, where H is the entropy of its attention over texts, and a KV head the largest H of its
 group. The score of a position is e^(-alpha * distance) plus 0.5 for the newest tenth, with alpha =
 2 / (newest * (1 + variation of the entropies)). It falls with the distance, as the score of policy
-`streaming` does, so that both rank by the same number: cpp/decide/measures.cpp.
+`streaming` does, so that both rank by the same number: cpp/decide/importance.cpp.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-#include "decide/measures.hpp"
+#include "decide/importance.hpp"
 
 #include <stdexcept>
-
-#include "decide/importance.hpp"
 
 namespace entropykv {
 namespace {

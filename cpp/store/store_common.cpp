@@ -1,4 +1,4 @@
-#include "store/store_settings.hpp"
+#include "store/store_common.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -15,8 +15,7 @@ void check_importance(const ImportanceSettings& importance) {
         throw std::invalid_argument("decay must be a number from 0 to 1");
     if (!(importance.expected_lookups >= 0.0f && std::isfinite(importance.expected_lookups)))
         throw std::invalid_argument("expected_lookups must be 0 or a positive number");
-    if (importance.expected_lookups > 0.0f && importance.kind != ScoreKind::mass &&
-        importance.kind != ScoreKind::attention)
+    if (importance.expected_lookups > 0.0f && !importance.measure().sums_shares())
         throw std::invalid_argument("expected_lookups go with the measures mass and attention");
 }
 

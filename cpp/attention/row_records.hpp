@@ -1,4 +1,5 @@
-// Measures entropies of attention rows, in bits. An attention sink counts as one more entry.
+// Records of attention rows what policies and viewers ask for: their entropies, and the queries of
+// a micro-batch, so that Python can recompute single rows.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +8,11 @@
 
 #include "attention/step.hpp"
 #include "kernels/kernels.hpp"
+#include "store/layer_shape.hpp"
 
 namespace entropykv {
 
+// Measures entropies of attention rows, in bits. An attention sink counts as one more entry.
 class EntropyMeter {
 public:
     explicit EntropyMeter(const std::vector<LayerShape>& shapes);
@@ -48,6 +51,38 @@ private:
     int n_tokens_ = 0;
     int n_text_ = 0;
     std::vector<Layer> layers_;
+};
+
+// Keeps the queries of a micro-batch.
+class QueryCapture {
+public:
+    // Holds what the attention rows of a layer's last reader were computed from.
+    struct Rows {
+        std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
+        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: it has no sink
+        // One slope per query head; 0: logits do not depend on the distance.
+        std::vector<float> slopes;
+        float softcap = 0.0f;
+    };
+
+    explicit QueryCapture(const std::vector<LayerShape>& shapes)
+        : shapes_(shapes), layers_(shapes.size()) {}
+
+    void enable(bool on) { captures_ = on; }
+    bool captures() const { return captures_; }
+    const Rows& of(int layer) const { return layers_.at(static_cast<std::size_t>(layer)); }
+
+    // begin() is called before a micro-batch, take() with the queries of every reader of a layer.
+    void begin(int n_tokens);
+    void take(int layer, const AttentionParams& params, const RowsView& query) noexcept;
+
+    std::size_t bytes() const;
+
+private:
+    bool captures_ = false;
+    int n_tokens_ = 0;
+    std::vector<LayerShape> shapes_;
+    std::vector<Rows> layers_;
 };
 
 }  // namespace entropykv
