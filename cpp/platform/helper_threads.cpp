@@ -1,38 +1,12 @@
 #include "platform/helper_threads.hpp"
 
-#include <atomic>
-#include <condition_variable>
-#include <deque>
-#include <mutex>
 #include <system_error>
-#include <thread>
-#include <utility>
 
 #include "platform/relax.hpp"
 
 namespace entropykv {
 
-class HelperThreads::Team {
-public:
-    explicit Team(std::function<bool(int)> help) : help_(std::move(help)) {}
-    ~Team();
-    void wake(int n);
-    void rest() noexcept;
-
-private:
-    void serve(int helper) noexcept;
-    bool help_once(int helper, std::atomic<bool>& inside) noexcept;
-
-    std::function<bool(int)> help_;
-    std::deque<std::thread> threads_;
-    std::deque<std::atomic<bool>> inside_;  // whether a helper is within help()
-    std::atomic<int> awake_{0};
-    std::mutex mutex_;
-    std::condition_variable begins_;
-    bool closing_ = false;
-};
-
-HelperThreads::Team::~Team() {
+HelperThreads::~HelperThreads() {
     rest();
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -42,7 +16,7 @@ HelperThreads::Team::~Team() {
     for (std::thread& thread : threads_) thread.join();
 }
 
-void HelperThreads::Team::wake(int n) {
+void HelperThreads::wake(int n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     while (static_cast<int>(threads_.size()) < n) {
         const int helper = static_cast<int>(threads_.size());
@@ -57,7 +31,7 @@ void HelperThreads::Team::wake(int n) {
     begins_.notify_all();
 }
 
-void HelperThreads::Team::rest() noexcept {
+void HelperThreads::rest() noexcept {
     // A helper sets `inside` and then reads awake_, and this function sets awake_ and then reads
     // `inside`: so at least one of the two sees what the other has set.
     awake_.store(0, std::memory_order_seq_cst);
@@ -65,7 +39,7 @@ void HelperThreads::Team::rest() noexcept {
         wait_until([&] { return !inside.load(std::memory_order_seq_cst); });
 }
 
-void HelperThreads::Team::serve(int helper) noexcept {
+void HelperThreads::serve(int helper) noexcept {
     std::unique_lock<std::mutex> lock(mutex_);
     std::atomic<bool>& inside = inside_[static_cast<std::size_t>(helper)];
     while (true) {
@@ -86,19 +60,11 @@ void HelperThreads::Team::serve(int helper) noexcept {
     }
 }
 
-bool HelperThreads::Team::help_once(int helper, std::atomic<bool>& inside) noexcept {
+bool HelperThreads::help_once(int helper, std::atomic<bool>& inside) noexcept {
     inside.store(true, std::memory_order_seq_cst);
     const bool helped = helper < awake_.load(std::memory_order_seq_cst) && help_(helper);
     inside.store(false, std::memory_order_release);
     return helped;
 }
-
-HelperThreads::HelperThreads(std::function<bool(int helper)> help) : team_(std::move(help)) {}
-
-HelperThreads::~HelperThreads() = default;
-
-void HelperThreads::wake(int n) { team_->wake(n); }
-
-void HelperThreads::rest() noexcept { team_->rest(); }
 
 }  // namespace entropykv

@@ -2,9 +2,13 @@
 // cores at any time.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <functional>
-
-#include "platform/own_process.hpp"
+#include <mutex>
+#include <thread>
+#include <utility>
 
 namespace entropykv {
 
@@ -12,7 +16,7 @@ class HelperThreads {
 public:
     // help(helper) does a piece of work and returns true, or returns false if there is none. It
     // must not throw.
-    explicit HelperThreads(std::function<bool(int helper)> help);
+    explicit HelperThreads(std::function<bool(int helper)> help) : help_(std::move(help)) {}
     ~HelperThreads();
     HelperThreads(const HelperThreads&) = delete;
     HelperThreads& operator=(const HelperThreads&) = delete;
@@ -24,8 +28,16 @@ public:
     void rest() noexcept;
 
 private:
-    class Team;
-    OfOwnProcess<Team> team_;
+    void serve(int helper) noexcept;
+    bool help_once(int helper, std::atomic<bool>& inside) noexcept;
+
+    std::function<bool(int)> help_;
+    std::deque<std::thread> threads_;
+    std::deque<std::atomic<bool>> inside_;  // whether a helper is within help()
+    std::atomic<int> awake_{0};
+    std::mutex mutex_;
+    std::condition_variable begins_;
+    bool closing_ = false;
 };
 
 }  // namespace entropykv

@@ -42,12 +42,12 @@ void ProductHelpers::wake(int n, int most_pieces) {
     }
     if (claims_.size() < index(most_pieces))
         claims_ = std::vector<std::atomic<std::uint64_t>>(index(most_pieces));
-    threads_.wake(n);
+    threads_->wake(n);
     awake_ = n;
 }
 
 void ProductHelpers::rest() noexcept {
-    threads_.rest();
+    threads_->rest();
     awake_ = 0;
 }
 

@@ -16,6 +16,7 @@
 #include "platform/aligned_bytes.hpp"
 #include "platform/core_of_thread.hpp"
 #include "platform/helper_threads.hpp"
+#include "platform/own_process.hpp"
 #include "products/product_kernels.hpp"
 #include "products/product_pieces.hpp"
 
@@ -85,10 +86,10 @@ private:
     // that the piece belongs to nobody, to a thread of the op, or to a slot of a helper.
     std::vector<std::atomic<std::uint64_t>> claims_;
     Offer offer_;
-    std::atomic<std::uint64_t> op_{0};    // odd while an offer is written
-    std::atomic<int> next_{-1};           // helpers begin with the last piece
-    std::atomic<CoreSet> used_cores_{0};  // cores of the threads of the current op
-    HelperThreads threads_;               // ends first: its threads use all of the above
+    std::atomic<std::uint64_t> op_{0};     // odd while an offer is written
+    std::atomic<int> next_{-1};            // helpers begin with the last piece
+    std::atomic<CoreSet> used_cores_{0};   // cores of the threads of the current op
+    OfOwnProcess<HelperThreads> threads_;  // ends first: its threads use all of the above
 };
 
 }  // namespace entropykv

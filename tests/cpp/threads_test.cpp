@@ -17,6 +17,7 @@
 
 #include "platform/background_thread.hpp"
 #include "platform/helper_threads.hpp"
+#include "platform/own_process.hpp"
 #include "testing.hpp"
 
 namespace {
@@ -160,10 +161,10 @@ void test_an_error_reaches_who_waits_once() {
 // The child of a fork has none of these threads, and must end nevertheless.
 void test_a_forked_process_waits_for_no_thread() {
 #if !defined(_WIN32)
-    auto helpers = std::make_unique<HelperThreads>([](int) { return false; });
-    helpers->wake(2);
+    auto helpers = std::make_unique<OfOwnProcess<HelperThreads>>([](int) { return false; });
+    helpers->get().wake(2);
     sleep_for(20);
-    helpers->rest();
+    helpers->get().rest();
     auto workers = std::make_unique<OfOwnProcess<WorkerThreads>>(3);
     workers->get().run(6, [](int, int) {});
     auto background = std::make_unique<OfOwnProcess<BackgroundThread>>();
