@@ -1,7 +1,8 @@
 // Attends to the entries of KV heads with the queries of one reader of a layer, as one of ggml's
 // threads does: unit by unit, with scratch of the thread. A tile of query rows that is split by
 // entries leaves one partial softmax per unit; the thread that has done the last unit of a head
-// merges them, and commits the head, or leaves that to a CommitQueue.
+// merges them, and commits the head, or leaves that to a CommitQueue. Until then, Observations
+// holds what the queries gave to the entries.
 #pragma once
 
 #include <atomic>
