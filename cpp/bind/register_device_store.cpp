@@ -6,7 +6,7 @@
 #include <map>
 
 #include "bind/arrays.hpp"
-#include "llama/device_batch.hpp"
+#include "llama/device_rewrite.hpp"
 #include "llama/graph_hook.hpp"
 #include "page/page_codec.hpp"
 

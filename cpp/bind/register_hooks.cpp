@@ -9,7 +9,7 @@
 #include <string>
 
 #include "attention/attention.hpp"
-#include "llama/device_batch.hpp"
+#include "llama/device_rewrite.hpp"
 #include "llama/graph_hook.hpp"
 #include "llama/weight_hook.hpp"
 #include "llama/window_probe.hpp"

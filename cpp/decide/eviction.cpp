@@ -2,62 +2,77 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
-#include <cstring>
 #include <functional>
+#include <limits>
 
 namespace entropykv {
 namespace {
 
-// Of so few scores, sorting a part finds one faster than counting does.
+// Of so few scores, the wanted one is searched among all.
 constexpr int kFew = 512;
-// Scores are counted by so many bits at a time.
-constexpr int kCountedBits = 11;
+// How many scores are looked at to guess between which two the wanted one is.
+constexpr int kSampled = 384;
 
-// Returns a number that is higher for a higher score.
-std::uint32_t order_of(float score) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &score, sizeof bits);
-    return (bits >> 31U) != 0 ? ~bits : bits | 0x80000000U;
-}
+// Scores from `least` to `most`, both included.
+struct Range {
+    float least = -std::numeric_limits<float>::infinity();
+    float most = std::numeric_limits<float>::infinity();
+};
 
-// Returns how many of the lowest bits differ between the numbers of n scores, up to the highest
-// one that does.
-int differing_bits(const float* scores, int n) {
-    std::uint32_t in_any = 0;
-    std::uint32_t in_all = ~0U;
-    for (int i = 0; i < n; ++i) {
-        in_any |= order_of(scores[i]);
-        in_all &= order_of(scores[i]);
+// Returns a range that the wanted-th highest of n_open scores at positions from `first` to `last`
+// is likely to be in, guessed from evenly spaced ones.
+Range likely_range(const float* scores, const std::int32_t* positions, int n, std::int32_t first,
+                   std::int32_t last, int n_open, int wanted) {
+    if (n_open <= kFew) return {};
+    std::array<float, kSampled> sample{};
+    int n_sampled = 0;
+    for (int k = 0; k < kSampled; ++k) {
+        const auto i = static_cast<int>(std::int64_t{n} * k / kSampled);
+        sample[static_cast<std::size_t>(n_sampled)] = scores[i];
+        n_sampled += (positions[i] >= first) & (positions[i] <= last) ? 1 : 0;
     }
-    int n_bits = 0;
-    while (n_bits < 32 && ((in_any ^ in_all) >> n_bits) != 0) ++n_bits;
-    return n_bits;
+    // Three standard deviations of how many of the sample are higher than the wanted score.
+    const float part = static_cast<float>(wanted) / static_cast<float>(n_open);
+    const float higher = part * static_cast<float>(n_sampled);
+    const float margin = 3.0f * std::sqrt(higher * (1.0f - part)) + 2.0f;
+    const auto of_rank = [&](float rank, float otherwise) {
+        if (rank < 0.0f || rank >= static_cast<float>(n_sampled)) return otherwise;
+        float* at = sample.data() + static_cast<int>(rank);
+        std::nth_element(sample.data(), at, sample.data() + n_sampled, std::greater<float>());
+        return *at;
+    };
+    const Range all;
+    const float most = of_rank(higher - margin, all.most);
+    return {of_rank(higher + margin, all.least), most};
 }
 
-// Returns the score that is the wanted-th highest of n, which are put in another order. Scores are
-// counted by their highest bits, and only those remain that share these with the wanted one: a
-// partial sort of all would take a jump for every score that a CPU cannot predict.
-float highest(float* scores, int n, int wanted) {
-    for (int end = differing_bits(scores, n); n > kFew && end > 0;) {
-        const int begin = std::max(0, end - kCountedBits);
-        const std::uint32_t last = (1U << (end - begin)) - 1;
-        const auto bits_of = [&](float score) { return order_of(score) >> begin & last; };
-        std::array<int, std::size_t{1} << kCountedBits> counts{};
-        for (int i = 0; i < n; ++i) ++counts[bits_of(scores[i])];
-        std::uint32_t bits = last;
-        while (counts[bits] < wanted) wanted -= counts[bits--];
-        int n_left = 0;
+// Returns the wanted-th highest of the n_open scores at positions from `first` to `last`. Only
+// those in a likely range are compared with each other: a partial sort of all would take a jump for
+// every score that a CPU cannot predict.
+float highest(const float* scores, const std::int32_t* positions, int n, std::int32_t first,
+              std::int32_t last, int n_open, int wanted, float* scratch) {
+    Range range = likely_range(scores, positions, n, first, last, n_open, wanted);
+    while (true) {
+        int n_above = 0;
+        int n_within = 0;
         for (int i = 0; i < n; ++i) {
             const float score = scores[i];
-            scores[n_left] = score;
-            n_left += bits_of(score) == bits ? 1 : 0;
+            const int open = (positions[i] >= first) & (positions[i] <= last);
+            const int above = open & (score > range.most);
+            const int below = score < range.least;
+            scratch[n_within] = score;
+            n_within += open - above - (open & below);
+            n_above += above;
         }
-        n = n_left;
-        end = begin;
+        const int nth = wanted - n_above - 1;
+        if (nth >= 0 && nth < n_within) {
+            std::nth_element(scratch, scratch + nth, scratch + n_within, std::greater<float>());
+            return scratch[nth];
+        }
+        range = {};  // all scores are in it
     }
-    std::nth_element(scores, scores + (wanted - 1), scores + n, std::greater<float>());
-    return scores[wanted - 1];
 }
 
 }  // namespace
@@ -82,21 +97,17 @@ int select_survivors(const float* scores, const std::int32_t* positions, int n, 
     const std::int32_t first = protection.first_open();
     const std::int32_t last = protection.last_open(newest);
     int n_kept = 0;
+    int n_open = 0;
     for (int i = 0; i < n; ++i) {
         const bool closed = (positions[i] < first) | (positions[i] > last);
         const bool covered = closed & (positions[i] >= oldest);
         kept[i] = covered ? 1 : 0;
         n_kept += covered ? 1 : 0;
+        n_open += closed ? 0 : 1;
     }
-    int n_candidates = 0;
-    for (int i = 0; i < n; ++i) {
-        const bool open = (positions[i] >= first) & (positions[i] <= last);
-        scratch[n_candidates] = scores[i];
-        n_candidates += open ? 1 : 0;
-    }
-    int wanted = std::min(keep - n_kept, n_candidates);
+    int wanted = std::min(keep - n_kept, n_open);
     if (wanted <= 0) return n_kept;
-    const float threshold = highest(scratch, n_candidates, wanted);
+    const float threshold = highest(scores, positions, n, first, last, n_open, wanted, scratch);
     int n_above = 0;
     for (int i = 0; i < n; ++i) {
         const bool open = (positions[i] >= first) & (positions[i] <= last);

@@ -14,13 +14,18 @@
 #include <utility>
 #include <vector>
 
-#include "llama/device_layer.hpp"
 #include "platform/background_thread.hpp"
 #include "platform/own_process.hpp"
 #include "platform/worker_threads.hpp"
 
 namespace entropykv {
 
+struct FreeBuffer {
+    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+};
+struct FreeContext {
+    void operator()(ggml_context* context) const { ggml_free(context); }
+};
 struct FreeBackend {
     void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
 };

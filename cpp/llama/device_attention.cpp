@@ -7,7 +7,6 @@
 
 #include "attention/step.hpp"
 #include "llama/device_graph.hpp"
-#include "llama/device_places.hpp"
 #include "llama/step_input.hpp"
 
 namespace entropykv {
@@ -231,10 +230,7 @@ std::size_t DeviceAttention::scratch_bytes() const {
         const std::size_t n = index_of(layers_.front().layer->n_places());
         bytes += (singles_->bytes() + n - 1) / n;
     }
-    for (const Served& served : layers_)
-        bytes += served.predictor.weights.size() * sizeof(float) +
-                 served.moved_from.capacity() * sizeof(std::int32_t) +
-                 served.moved_to.capacity() * sizeof(std::int64_t);
+    for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
     return bytes;
 }
 

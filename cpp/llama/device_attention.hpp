@@ -145,9 +145,6 @@ public:
     // operations.
     void begin_nodes();
     std::size_t layout() const { return static_cast<std::size_t>(layout_); }
-    // Collects the rows of a layer that must be moved, for move_rows(); this can be done while the
-    // device computes.
-    void collect_moves(int layer);
     // Changes a node of llama.cpp's graph that writes K or V of a layer, for all sequences of the
     // step. Only for steps whose attention that graph computes.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
@@ -253,9 +250,6 @@ private:
         std::int32_t oldest_seen = 0;     // oldest position that the token of the masks sees
         bool positions_known = false;     // whether the device has them
         std::vector<char> sinks_known{};  // whether the device has them, by reader
-        // Rows of the layer's RowMemory that are due to be moved, and where to.
-        std::vector<std::int32_t> moved_from{};
-        std::vector<std::int64_t> moved_to{};
         Places places{};
     };
     // Describes layers whose KV heads have equally many rows: in a step with heads that are alike,
@@ -328,7 +322,6 @@ private:
                             ggml_cgraph* graph) const;
     void build_part();
     void launch_part();
-    void collect_moves(Served& served);
     void add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
                    const std::vector<std::int64_t>& to, StepInput& input, ggml_context* context,
                    ggml_cgraph* graph) const;

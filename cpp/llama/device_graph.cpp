@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "llama/device_places.hpp"
-
 namespace entropykv {
 namespace {
 

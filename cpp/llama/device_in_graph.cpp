@@ -9,7 +9,6 @@
 #include "decide/eviction.hpp"
 #include "llama/device_attention.hpp"
 #include "llama/device_graph.hpp"
-#include "llama/device_places.hpp"
 #include "llama/step_input.hpp"
 
 namespace entropykv {

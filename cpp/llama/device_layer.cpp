@@ -1,6 +1,7 @@
 #include "llama/device_layer.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <new>
 #include <numeric>
 #include <stdexcept>
@@ -311,6 +312,19 @@ int DeviceLayer::position_stride(const DeviceGroup& group) const {
     const auto next = static_cast<std::size_t>(group.first_head + 1);
     const int end = next < heads_.size() ? heads_[next].first_position : n_positions_;
     return end - heads_[next - 1].first_position;
+}
+
+std::size_t SingleSteps::bytes() const {
+    std::size_t sum = written.capacity();
+    for (const auto* memory : {&masks, &input, &queries})
+        if (*memory != nullptr) sum += (*memory)->bytes();
+    return sum;
+}
+
+bool DevicePlaces::can_take(int place, const std::vector<int>& budgets) const {
+    const auto found = taken_.find(place);
+    return (found == taken_.end() || !found->second) && budgets.size() == budgets_.size() &&
+           std::equal(budgets.begin(), budgets.end(), budgets_.begin(), std::less_equal<>());
 }
 
 }  // namespace entropykv

@@ -4,16 +4,18 @@
 // the same rows from a query. Only ggml's own operations read, write and move rows.
 #pragma once
 
-#include <ggml-alloc.h>
 #include <ggml-backend.h>
 #include <ggml.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
+#include "llama/device.hpp"
 #include "page/page_codec.hpp"
 #include "store/layer_shape.hpp"
 
@@ -57,13 +59,6 @@ std::int64_t rows_of_layers(const std::vector<std::vector<int>>& head_rows, int 
 
 // Returns the bytes of K and V of one entry of a layer, with values of this type.
 std::size_t entry_bytes_of(const LayerShape& shape, ggml_type type);
-
-struct FreeBuffer {
-    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-};
-struct FreeContext {
-    void operator()(ggml_context* context) const { ggml_free(context); }
-};
 
 struct RowMove {
     int from;
@@ -234,6 +229,66 @@ private:
     std::vector<DeviceGroup> groups_;
     int n_positions_ = 0;
     int n_sums_ = 0;
+};
+
+// Holds what steps of single tokens need on a device, for the sequences in all places. Its parts
+// have the same places in the device's memory in every such step, and so have the sources of the
+// changed nodes: then a backend that records graphs need not record them again.
+struct SingleSteps {
+    struct Layer {
+        std::vector<int> widths;      // how many rows a mask has, by group of KV heads
+        std::size_t mask = 0;         // offset of the masks of the first place, in bytes
+        std::size_t place_bytes = 0;  // of the masks of a place: [KV head][row], f16
+        std::size_t queries = 0;      // offset: [reader][query head][token][k_dim], f32
+        std::size_t rows = 0;  // offset in the input: [token][KV head], i64, where K and V go
+    };
+
+    // Returns where the mask of a place has its first value, counted in values.
+    std::int64_t first_value(std::size_t layer, int place) const {
+        return static_cast<std::int64_t>(
+            (layers[layer].mask + static_cast<std::size_t>(place) * layers[layer].place_bytes) /
+            sizeof(ggml_fp16_t));
+    }
+    std::size_t bytes() const;
+
+    std::vector<Layer> layers;
+    int layout = 0;  // identifies these widths
+    std::unique_ptr<DeviceMemory> masks;
+    std::unique_ptr<DeviceMemory> input;
+    std::unique_ptr<DeviceMemory> queries;  // null: none are observed
+    std::vector<std::uint8_t> written;      // the input of a step
+    std::size_t mask_values = 0;
+    std::size_t most_changed = 0;  // values of masks that the input has room for
+    // Offsets in the input: which values of masks let tokens see themselves, i64, and as many
+    // zeros.
+    std::size_t own_rows = 0;
+    std::size_t visible = 0;
+    std::size_t n_own_rows = 0;
+    bool apart = false;        // whether the device computes with layers of one place among several
+    bool is_mask_due = false;  // whether this step has yet to write masks
+};
+
+// Holds what the sequences of one context share on devices: the rows of all layers, in which each
+// sequence has a place, and what steps of single tokens in llama.cpp's own graph need.
+class DevicePlaces {
+public:
+    // layers: rows for such budgets, by KV head of all layers.
+    DevicePlaces(std::vector<std::unique_ptr<LayerRows>> layers, const std::vector<int>& budgets)
+        : layers_(std::move(layers)), budgets_(budgets) {}
+
+    const std::vector<int>& budgets() const { return budgets_; }
+    // Tells whether a place is free and has rows for these budgets.
+    bool can_take(int place, const std::vector<int>& budgets) const;
+    void take(int place) { taken_[place] = true; }
+    void leave(int place) noexcept { taken_[place] = false; }
+    const LayerRows& rows(int layer) const { return *layers_.at(static_cast<std::size_t>(layer)); }
+    SingleSteps& singles(const Device& device) { return singles_[&device]; }
+
+private:
+    std::vector<std::unique_ptr<LayerRows>> layers_;
+    std::vector<int> budgets_;
+    std::map<int, bool> taken_;
+    std::map<const Device*, SingleSteps> singles_;
 };
 
 }  // namespace entropykv

@@ -12,28 +12,29 @@ namespace {
 // copies them in f32.
 constexpr std::size_t kMovedAtOnce = 1 << 14;
 
-// Moves the last n values, or all if there are fewer, to the end of `to`.
-template <typename T>
-void take_last(std::vector<T>& from, std::size_t n, std::vector<T>& to) {
-    const auto first = from.end() - static_cast<std::ptrdiff_t>(std::min(n, from.size()));
-    to.insert(to.end(), first, from.end());
-    from.erase(first, from.end());
+// Rows of a RowMemory that are moved, and where to.
+struct Moves {
+    std::vector<std::int32_t> from;
+    std::vector<std::int64_t> to;
+
+    // Takes moves of a layer's heads, as long as there are fewer than `most`.
+    void take(DeviceLayer& layer, std::size_t most) {
+        for (DeviceHead& head : layer.heads()) {
+            const std::int64_t row = layer.first_in_memory() + head.first_row;
+            for (; !head.moves.empty() && from.size() < most; head.moves.pop_back()) {
+                from.push_back(static_cast<std::int32_t>(row + head.moves.back().from));
+                to.push_back(row + head.moves.back().to);
+            }
+        }
+    }
+};
+
+bool moves_rows(const DeviceLayer& layer) {
+    return std::any_of(layer.heads().begin(), layer.heads().end(),
+                       [](const DeviceHead& head) { return !head.moves.empty(); });
 }
 
 }  // namespace
-
-void DeviceAttention::collect_moves(int layer) { collect_moves(layers_.at(index_of(layer))); }
-
-void DeviceAttention::collect_moves(Served& served) {
-    for (DeviceHead& head : served.layer->heads()) {
-        const std::int64_t row = served.layer->first_in_memory() + head.first_row;
-        for (const RowMove& move : head.moves) {
-            served.moved_from.push_back(static_cast<std::int32_t>(row + move.from));
-            served.moved_to.push_back(row + move.to);
-        }
-        head.moves.clear();
-    }
-}
 
 // Adds operations that move rows of several layers.
 void DeviceAttention::add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
@@ -53,11 +54,9 @@ void DeviceAttention::add_moves(const RowMemory& memory, const std::vector<std::
 void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) {
     DeviceAttention& first = *sequences.front();
     Device& device = first.device_;
-    for (DeviceAttention* sequence : sequences)
-        for (Served& served : sequence->layers_) sequence->collect_moves(served);
     const auto is_moving = [](const auto* sequence) {
         return std::any_of(sequence->layers_.begin(), sequence->layers_.end(),
-                           [](const Served& served) { return !served.moved_from.empty(); });
+                           [](const Served& served) { return moves_rows(*served.layer); });
     };
     // No row is both a source and a target, so moves may be done in any order, and in parts if
     // there is no room for all.
@@ -65,23 +64,20 @@ void DeviceAttention::move_rows(const std::vector<DeviceAttention*>& sequences) 
         const auto context = device.graph_context();
         ggml_cgraph* graph = Device::new_graph(context.get());
         StepInput input(device, first.written_);
-        std::vector<std::int32_t> from;
-        std::vector<std::int64_t> to;
+        Moves moves;
         for (std::size_t i = 0; i < first.layers_.size(); ++i) {
             const DeviceLayer& layer = *first.layers_[i].layer;
             const std::size_t most =
-                from.size() + index_of(first.max_tokens_ * layer.shape().n_head_kv);
-            for (DeviceAttention* sequence : sequences) {
-                Served& served = sequence->layers_[i];
-                take_last(served.moved_from, most - from.size(), from);
-                take_last(served.moved_to, most - to.size(), to);
-            }
+                moves.from.size() + index_of(first.max_tokens_ * layer.shape().n_head_kv);
+            for (DeviceAttention* sequence : sequences)
+                moves.take(*sequence->layers_[i].layer, most);
             const bool is_last = i + 1 == first.layers_.size() ||
                                  &first.layers_[i + 1].layer->memory() != &layer.memory();
-            if (from.empty() || (!is_last && from.size() < kMovedAtOnce)) continue;
-            first.add_moves(layer.memory(), from, to, input, context.get(), graph);
-            from.clear();
-            to.clear();
+            const std::size_t n = moves.from.size();
+            if (n == 0 || (!is_last && n < kMovedAtOnce)) continue;
+            first.add_moves(layer.memory(), moves.from, moves.to, input, context.get(), graph);
+            moves.from.clear();
+            moves.to.clear();
         }
         first.moves_->write(0, first.written_.data(), first.written_.size());
         device.place(graph);

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "llama/device_graph.hpp"
-#include "llama/device_places.hpp"
 
 namespace entropykv {
 namespace {

@@ -234,13 +234,13 @@ void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope
     is_committed_ = false;
     for (Layer& layer : layers_) layer.read = 0;
     const bool has_room = std::exchange(next_, -1) == position && n_tokens == 1;
-    if (!has_room) make_room(n_tokens, position, n_drafts);
+    if (!has_room) make_room(n_tokens, position);
 }
 
 // Makes room for tokens in the ledger, and chooses their rows.
-void DeviceStore::make_room(int n_tokens, std::int32_t position, int n_drafts) {
+void DeviceStore::make_room(int n_tokens, std::int32_t position) {
     next_ = -1;
-    ledger_.reserve(n_tokens, position + n_tokens - 1, false, 0, n_drafts);
+    ledger_.reserve(n_tokens, position + n_tokens - 1, false);
     for_each_head_at_once(n_tokens > 1,
                           [&](int layer, int h, int) { head(layer, h).stage(n_tokens, position); });
 }
@@ -358,7 +358,6 @@ void DeviceStore::decide() noexcept {
         add_late_findings();
         for_each_head_at_once(
             plan_.evicting, [&](int layer, int h, int worker) { commit(layer, h, false, worker); });
-        for (const Layer& layer : layers_) layer.device->collect_moves(layer.number);
         if (step_.n_tokens == 1 && step_.observing)
             for_each_head([&](int layer, int h) { head(layer, h).rows_near(step_.position); });
     } catch (...) {
@@ -367,7 +366,7 @@ void DeviceStore::decide() noexcept {
     }
     if (step_.n_tokens > 1) return;
     try {
-        make_room(1, step_.position + 1, 0);
+        make_room(1, step_.position + 1);
         next_ = step_.position + 1;
     } catch (...) {
         // The next step makes room itself, or fails.
@@ -482,8 +481,7 @@ bool DeviceStore::note_changed(int layer) {
 }
 
 int DeviceStore::most_drafts(std::int32_t position, int wanted) const {
-    const Staging& staging = ledger_.share().pool().staging();
-    int most = std::min(wanted, static_cast<int>(staging.row_pages()) - 1);
+    int most = wanted;
     if (ledger_.settings().importance.measure().observes()) {
         const int since = position % kScoringInterval;
         most = std::min(most, since == 0 ? 0 : kScoringInterval - since - 1);
@@ -601,21 +599,15 @@ void DeviceStore::commit_by_parts(bool prepared) {
             return parts[static_cast<std::size_t>(device - devices_.begin())].has(of.number);
         };
         decide([&](int layer) { return is_in_parts(layers_[index(layer)]); });
-        for (const Layer& layer : layers_)
-            if (is_in_parts(layer)) layer.device->collect_moves(layer.number);
     }
 }
 
 // Turns the tokens of the micro-batch into entries of a head. found: whether the device has looked
 // up what the host must know about them.
 void DeviceStore::commit(int layer, int h, bool found, int worker) {
+    if (step_.n_drafts > 0) return;  // see settle_drafts()
     const Layer& of = layers_[index(layer)];
-    stage(layer, h, found);
-    if (step_.n_drafts > 0) {
-        for (int token = 0; token < step_.n_tokens; ++token)
-            ledger_.commit_token(layer, h, token, step_.position + token, nullptr, worker);
-        return;  // settle_drafts() may undo it, and rows cannot be moved back
-    }
+    stage(layer, h, 0, step_.n_tokens, found);
     const float* observed = found ? of.device->observed(of.number, h) : nullptr;
     if (observed != nullptr && n_summed() > 0)
         ledger_.add_sum(layer, h, n_summed(), std::exchange(observed, nullptr), worker);
@@ -626,8 +618,8 @@ void DeviceStore::commit(int layer, int h, bool found, int worker) {
     follow_ledger(layer, h);
 }
 
-// Puts the micro-batch of a head into the ledger's staging area.
-void DeviceStore::stage(int layer, int h, bool found) {
+// Puts n tokens of a head, from `begin` on in the micro-batch, into the ledger's staging area.
+void DeviceStore::stage(int layer, int h, int begin, int n_staged, bool found) {
     const Layer& of = layers_[index(layer)];
     const float* value_squares = found ? of.device->value_squares(of.number, h) : nullptr;
     const bool predicts = ledger_.settings().importance.predicts();
@@ -636,10 +628,9 @@ void DeviceStore::stage(int layer, int h, bool found) {
     const PageLayout& layout = ledger_.layout(layer);
     std::byte* const* page = ledger_.staging(layer, h);
     const int count = head(layer, h).count;
-    // Every token of a run with drafts is staged in a page of its own.
-    const int per_page = step_.n_drafts > 0 ? 1 : layout.entries;
-    for (int token = 0; token < step_.n_tokens; token += per_page, ++page) {
-        const int n = std::min(per_page, step_.n_tokens - token);
+    const int end = begin + n_staged;
+    for (int token = begin; token < end; token += layout.entries, ++page) {
+        const int n = std::min(layout.entries, end - token);
         std::iota(layout.rows(*page), layout.rows(*page) + n, count + token);
         std::iota(layout.positions(*page), layout.positions(*page) + n, step_.position + token);
         if (value_squares != nullptr)
@@ -690,9 +681,18 @@ void DeviceStore::move_rows(const std::vector<DeviceStore*>& stores) {
 }
 
 void DeviceStore::settle_drafts(int n_accepted) {
-    ledger_.settle_drafts(n_accepted);
-    for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
+    if (n_accepted < 0 || n_accepted > step_.n_drafts)
+        throw std::invalid_argument("fewer drafts than none, or more than were read");
+    const bool found = !step_.in_graph || looks_up();
+    for_each_head([&](int layer, int h) {
+        for (int token = 0; token <= n_accepted; ++token) {
+            stage(layer, h, token, 1, found);
+            ledger_.commit_token(layer, h, 0, step_.position + token, nullptr, 0);
+        }
+        follow_ledger(layer, h);
+    });
     move_rows();
+    peak_ = std::max(peak_, used_bytes());
 }
 
 std::vector<int> DeviceStore::budgets() const {

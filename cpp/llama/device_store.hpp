@@ -13,7 +13,6 @@
 
 #include "llama/device_attention.hpp"
 #include "llama/device_layer.hpp"
-#include "llama/device_places.hpp"
 #include "store/head_store.hpp"
 
 namespace entropykv {
@@ -97,8 +96,8 @@ public:
     static void commit_steps(const std::vector<DeviceStore*>& stores);
     void commit_step() { commit_steps({this}); }
     bool has_drafts() const { return step_.n_drafts > 0; }
-    // Undoes the commits of all drafts but the first n_accepted; must follow commit_step() after a
-    // micro-batch with drafts.
+    // Commits the token before the drafts and the first n_accepted drafts, one by one; must follow
+    // commit_step() after a micro-batch with drafts, of which that commits no token.
     void settle_drafts(int n_accepted);
 
     // Completes the ledger with all that the devices know of its entries: about single tokens that
@@ -189,11 +188,11 @@ private:
     std::vector<int> budgets() const;
     std::vector<std::byte> state_of_ledger(int layer, int count, const std::byte* state) const;
     void load_rows(int layer, const std::vector<std::byte*>& states);
-    void make_room(int n_tokens, std::int32_t position, int n_drafts);
+    void make_room(int n_tokens, std::int32_t position);
     void commit(int layer, int head, bool found, int worker);
     bool protects_newest(int n) const;
     void commit_by_parts(bool prepared);
-    void stage(int layer, int head, bool found);
+    void stage(int layer, int head, int begin, int n_staged, bool found);
     bool evicts() const;
     void plan_commit();
     void decide() noexcept;

@@ -1073,11 +1073,16 @@ class DeviceStore:
 
     def commit_step(self) -> None:
         """Store the entries of a micro-batch that was read, and evict what budgets cannot hold. A
-        step that DeviceBatch.commit() has committed stays as it is.
+        step that DeviceBatch.commit() has committed stays as it is; of a step with drafts,
+        settle_drafts() stores entries.
         """
 
     def settle_drafts(self, n_accepted: int) -> None:
-        """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed."""
+        """Store the first token of the last micro-batch and the first `n_accepted` of its drafts,
+        one by one, and evict what budgets cannot hold. The others are dropped.
+
+        Raises ValueError for fewer drafts than none, or more than the micro-batch had.
+        """
 
     def rotation_problem(self, ropes: Sequence[RopeParams]) -> str:
         """Return why keys cannot be moved to other positions; empty if they can.

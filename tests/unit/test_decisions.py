@@ -57,14 +57,16 @@ def test_survivors_are_those_of_the_oracle(
     np.testing.assert_array_equal(actual, expected)
 
 
+SAMPLED = np.arange(384)
 SPREADS: dict[str, Callable[[np.random.Generator, int], npt.NDArray[Any]]] = {
     "equal": lambda random, n: np.full(n, random.standard_normal()),
     "ties": lambda random, n: random.integers(0, 7, n),
     "few ties": lambda random, n: random.integers(0, 10_000, n),
     "close": lambda random, n: 1.0 + random.integers(0, 3_000, n) * 2.0**-23,
     "wide": lambda random, n: random.choice([-1, 1], n) * 10 ** random.uniform(-38, 38, n),
+    "misleading": lambda random, n: np.isin(np.arange(n), SAMPLED * n // 384) + random.random(n),
 }
-"""Scores whose floats differ in few bits and in many."""
+"""Scores that are close together, far apart, equal, and higher where they are sampled."""
 
 
 @pytest.mark.parametrize("n_dropped", [1, 16, 63, 250])
