@@ -202,7 +202,8 @@ def test_other_attention_keeps_the_entries_that_the_cpu_keeps(name: str, tmp_pat
         assert relative_error(session.decode(more), row) < max(5e-3, rounding)
     assert same > 0.95
     assert relative_error(rows[:24], expected[:24]) < max(2e-3, rounding)
-    assert relative_error(rows, expected) < 5e-2 + 2 * rounding
+    # Of scores that are nearly equal, rounding decides, so that one entry in twenty may be another.
+    assert relative_error(rows, expected) < 1e-1 + 2 * rounding
 
 
 @pytest.mark.parametrize("budget", [0.5, 0.25, 40])
