@@ -1,7 +1,7 @@
-"""Run the command `entropykv`, and report in one sentence if the package cannot be imported.
+"""Run the command `entropykv`, and report in one sentence if the command line cannot be imported.
 
-This is a package of its own, because importing entropykv fails on purpose if llama-cpp-python is of
-another release.
+This is a package of its own, because a module of entropykv could not report that entropykv itself
+cannot be imported.
 """
 
 from __future__ import annotations

@@ -343,6 +343,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     cache = cache_options_of(
         options,
         kv_type=kv_type,
+        # Only chat and read have no context without -c: see `endless` in add_budget_options().
         n_ctx=CONTEXT if options.ctx_size is None else options.ctx_size,
         n_ubatch=min(options.ubatch_size, options.batch_size),
         n_threads=options.threads,

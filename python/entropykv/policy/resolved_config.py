@@ -403,8 +403,8 @@ class ResolvedConfig:
         return self._resolved_again(instead=("flat", why))
 
     def on_device_store(self, why: str) -> ResolvedConfig:
-        """Return the config for the device store. `why`: why the headwise store cannot serve the
-        model.
+        """Return the config for the device store. `why`: why that store is tried instead of the
+        headwise one.
 
         Raises SettingsError and UnsupportedModelError for options that it does not support.
         """

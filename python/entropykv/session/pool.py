@@ -71,10 +71,13 @@ class Pool:
     sessions; idle ones are swapped out to `swap` (`ram` or `disk:DIR`), at most `swap_limit` bytes,
     and nothing needs to be read again. Live sessions share the budget: `kv_budget` is for all
     together (a fraction refers to n_sequences contexts), and shares are equal except for weights. A
-    new session shrinks the shares of the others, which lose their least important entries; a
-    session that ends or is swapped out leaves its share to the others. At the end of every prompt
-    and answer, a session keeps a checkpoint (see kept_texts.py): in free pages of the pool, and in
-    up to `checkpoints` bytes outside; 0: none. `recovery` is the default of its sessions.
+    session gets a share when it first reads: idle sessions are swapped out until the budget holds
+    the whole texts of all that are live. If it still does not, it is divided again, and sessions
+    whose shares shrink lose their least important entries. A session that ends or is swapped out
+    leaves its share to the others. On a device, each of n_sequences sessions has an equal part. At
+    the end of every prompt and answer, a session keeps a checkpoint (see kept_texts.py): in free
+    pages of the pool, and in up to `checkpoints` bytes outside; 0: none. `recovery` is the default
+    of its sessions.
 
     Raises the errors of Session, and UnsupportedModelError if only the flat store can serve the
     model, because it holds a single conversation.

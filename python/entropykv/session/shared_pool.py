@@ -1,7 +1,20 @@
 """Share the pages of a pool among its sequences: which are live, which are swapped out, and their
 shares.
 
-Everything happens between two steps: see Scheduler.between_steps().
+Shares change only between two steps: see Scheduler.between_steps(). Within one, a store that needs
+pages may have texts leave the pool: see SharedPool._free_pages().
+
+Three things end, each in an order of its own:
+
+- The share of an idle sequence (_swap_out_idle), when another one becomes live or its text longer,
+  and there is no place or not all texts have room: the lowest last_step first.
+- The pages that hold kept texts (_free_pages), when a store needs pages and too few are free: the
+  least recently used checkpoint first; then the text that was swapped out first.
+- A session that its user has put aside (let_go), when there would be a PoolError otherwise: the
+  least recently used IdleSession first.
+
+Swapping out moves nothing where stores can share pages: the text stays in the pool (InPool) until
+the pages are needed, and leaves then (Outside). Device stores, and those that freeze, copy at once.
 """
 
 from __future__ import annotations
@@ -733,7 +746,9 @@ class SharedPool:
             self._swap_out_idle(slot, time.monotonic())
 
     def note_losses(self, slots: Sequence[SequenceSlot]) -> None:
-        """Share again if prompts have shown what their sequences lose with fewer pages."""
+        """Share again if prompts, read in the last step, have shown what their sequences lose with
+        fewer pages.
+        """
         if self._shares.learn(slots):
             self._shares.give(self.live, LEAST_CHANGE)
 

@@ -143,8 +143,8 @@ class CacheOptions:
     store: str = option(
         "auto",
         "headwise: per KV head, on the CPU; device: per KV head, where each layer is; flat: "
-        "llama.cpp's own cache, any model and backend; auto: headwise where it can serve the "
-        "model, else device if layers are on a device",
+        "llama.cpp's own cache, any model and backend; auto: device if layers are on a device, "
+        "headwise, flat: the first that can serve the model",
         "--store",
         choices=STORES,
     )

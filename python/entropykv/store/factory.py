@@ -22,8 +22,10 @@ class StoreFactory:
     """Make the stores of one model, in one context.
 
     With the option store `auto`, the factory takes the first of these stores that can serve the
-    model: the device store, if it computes attention on a device; the headwise store; the device
-    store with attention in main memory; the flat store.
+    model and follow the policy: the device store, if layers are on a device, nothing is frozen, and
+    it computes attention on a device; the headwise store, which serves layers on a device, too, if
+    llama.cpp computes their attention on the CPU; the device store with attention in main memory;
+    the flat store.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class StoreFactory:
                         return store
                     on_host = self.config
             except (UnsupportedModelError, SettingsError) as error:
-                refusal = error  # Raised or told later: it may say how to get the device store.
+                # Unless headwise serves the model, this is raised, or told with the flat store: it
+                # may say how to get the device store.
+                refusal = error
         try:
             return self._try(asked, budget)
         except UnsupportedModelError as error:
@@ -122,7 +126,7 @@ class StoreFactory:
 
     def _on_device(self, asked: ResolvedConfig, budget: Budget) -> Store | None:
         """Make a device store; returns None if no layer's K and V lie on a device."""
-        why = f"{self._model.name}: layers are on a device, and headwise reads K and V on the CPU"
+        why = f"{self._model.name}: layers are on a device, and headwise keeps K and V on the CPU"
         self.config = asked.on_device_store(why)
         if not any(node.on_device for node in self._device_context().hook.nodes):
             return None

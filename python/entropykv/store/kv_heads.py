@@ -30,7 +30,9 @@ from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.protocol import Pooled, Store, StoreFacts
 
 ATTENTION_ON_DEVICE = "its attention is offloaded to a device"
-"""Why the headwise store cannot serve layers on a device, as GraphHook.refusal says it."""
+"""Why the headwise store cannot serve a model, as GraphHook.refusal says it, if llama.cpp computes
+attention on a device although K and V are in main memory: see hooked_context().
+"""
 
 
 def refuse_by_kind(model: Model, store: str = "headwise") -> None:
