@@ -65,7 +65,8 @@ public:
         int n_drafts = 0;  // see Attention::begin()
     };
     // Stages K and V for the first reader of a layer, attends, and commits after the last reader.
-    // The output is [n_tokens][n_head][v_dim].
+    // The output is [n_tokens][n_head][v_dim]. With a model, nodes of llama.cpp's graph call
+    // AttentionBatch instead.
     void attend(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
                 float* output);
 

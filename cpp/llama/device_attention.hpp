@@ -6,6 +6,9 @@
 // Most steps compute attention in llama.cpp's own graph, so that its device need not wait between
 // layers: nodes of the graph become others, which write to and read our rows. Those are steps of a
 // single token, and steps of several tokens if all KV heads of a layer hide the same rows.
+// DeviceAttention is in three files: device_attention.cpp has its memory, inputs and findings, and
+// begins attention between two nodes; device_in_graph.cpp has steps in llama.cpp's own graph, and
+// findings that are looked up after them; device_moves.cpp moves rows, and turns keys.
 #pragma once
 
 #include <ggml.h>

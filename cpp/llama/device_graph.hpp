@@ -1,5 +1,6 @@
-// Builds ggml graphs of the attention of one layer on its device. What the device finds out about K
-// and V is in device_findings.cpp, and what queries give to entries in device_observation.cpp.
+// Builds ggml graphs of the attention of one layer on its device. DeviceGraph is in three files:
+// device_graph.cpp writes K and V, and attends; device_findings.cpp has what the device finds out
+// about K and V, and device_observation.cpp what queries give to entries.
 #pragma once
 
 #include <ggml.h>

@@ -2,6 +2,20 @@
 // their layer, and the host decides who stays. It does so with the same store as the CPU, whose
 // entries are small here: the "ledger" holds positions, importance, and instead of K and V the
 // number of an entry's row and the norm of its value.
+//
+// A single token in llama.cpp's own graph, in order of time ("findings": what queries gave, norms
+// and predictions, which only the devices know):
+// - reserve() makes room in the ledger, unless the decision about the token before has made it.
+// - begin_singles() writes inputs to the devices, and plans: does an eviction need findings first?
+// - Nodes of the graph are changed. With the last attention node, before the devices have computed
+//   it, a background thread begins to decide if the eviction needs none: it tells the ledger late
+//   findings about earlier tokens, commits this token, and makes room for the next one.
+// - commit_steps() waits for that thread, begins to move rows, and begins to look up what the
+//   ledger will need. These are late findings: the next decision waits for them, so the ledger has
+//   them one token late at the earliest.
+// If findings are needed first, commit_steps() looks them up, waits for them, and then commits; for
+// several tokens in that graph, the thread prepares this. Between two nodes, commit_steps() reads
+// all findings. device_states.cpp has what is saved and loaded.
 #pragma once
 
 #include <cstddef>
