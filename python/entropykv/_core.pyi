@@ -70,8 +70,9 @@ class Measure:
         """Tell whether scores depend only on keys and values: see HeadwiseStore.set_predictor()."""
     @property
     def threshold(self) -> float:
-        """Return the default threshold of the freeze schedule: entries with lower scores may
-        freeze.
+        """Return the default threshold of the freeze schedule, below which an entry counts as
+        little attended: a mean of |q.k| for measure `products`, a multiple of the mean share of
+        attention for the other measures.
         """
 
 def measures() -> list[Measure]:
@@ -120,7 +121,8 @@ class LayerShape:
         their size.
 
         `latent`: V is the first `v_dim` values of K, and not stored separately. `readers`: how many
-        layers of the model attend to its entries.
+        layers of the model attend to its entries. Nothing is checked here: stores and pools raise
+        ValueError for impossible values.
         """
     @property
     def n_head(self) -> int: ...
@@ -310,7 +312,7 @@ class WeightHook:
     def begin_step(self) -> None:
         """Begin to count for check_step(); must be called before every decode."""
     def check_step(self) -> None:
-        """Raise RuntimeError unless the gate of every layer was changed since begin_step(); without
+        """Raise GraphError unless the gate of every layer was changed since begin_step(); without
         squared ReLU, there is nothing to check.
         """
 
@@ -333,7 +335,8 @@ class GraphHook:
         """Make a hook; for the first three arguments see WeightHook.
 
         `on_devices`: a DeviceStore will serve, so attention may be on any device. `products`: a
-        name in product_kernels(); empty: the last one.
+        name in product_kernels(); empty: the last one, which is the fastest. Raises ValueError for
+        any other name.
         """
 
     @property
@@ -391,15 +394,15 @@ class GraphHook:
         """Let `n_threads` further threads compute products of several tokens, until help(0).
 
         The threads of llama.cpp do not wait for these helpers. After help(0) returns, no helper
-        reads weights any more.
+        reads weights any more. Raises MemoryError if there is no memory for their results.
         """
 
     def begin_step(self) -> None:
         """Begin to count for check_step(); must be called before every decode."""
     def check_step(self) -> None:
         """Raise GraphError unless, since begin_step(), the attention of every layer was replaced
-        for all tokens, and its gate was changed where that is necessary; also raises the error that
-        computing attention has met.
+        for all tokens, and its gate was changed where that is necessary. Raises RuntimeError if a
+        device could not compute attention, or had no memory left for it.
         """
 
 class ColdStorageError(OSError):
@@ -412,10 +415,11 @@ class FreezeSchedule:
         """Set the values.
 
         `window`: how many of the newest positions are never detected. `threshold`: an entry that
-        gets less in a step is detected; for measures of attention shares, as a multiple of the mean
-        over all entries. `rate`: after c detections, an entry is frozen for floor(sqrt(c) / rate)
-        steps. `history`: for how many positions a detection counts; 0: since the beginning of the
-        text.
+        gets less in a step is detected; a mean of |q.k| for measure `products`, a multiple of the
+        mean share of attention for the other measures. `rate`: after c detections, an entry is
+        frozen for floor(sqrt(c) / rate) steps. `history`: for how many positions a detection
+        counts; 0: since the beginning of the text. Nothing is checked here: HeadwiseStore raises
+        ValueError for impossible values.
         """
 
 class FreezeSettings:
@@ -458,13 +462,15 @@ class SequencePool:
         sequences, and one token of each other one.
 
         The tokens of each sequence may be followed by up to `n_drafts` drafts: see
-        AttentionBatch.add(). Raises ValueError for an unknown `kv_type`, more than 256 sequences,
-        or more than 63 drafts.
+        AttentionBatch.add(). Raises ValueError for an unknown `kv_type`, impossible layers,
+        `max_tokens` outside of 1 to 2^30, other than 1 to 256 sequences, or other than 0 to 63
+        drafts; MemoryError without memory for a micro-batch.
         """
 
     def set_pages(self, pages: int) -> None:
-        """Set the budget in pages; raises ValueError, and changes nothing, if the shares of the
-        sequences are larger together.
+        """Set the budget in pages. Raises ValueError, and changes nothing, if the shares of the
+        sequences are larger together; RuntimeError if checkpoints that on_full() does not drop keep
+        more pages in use.
         """
 
     def on_full(self, drop: Callable[[], bool]) -> None:
@@ -515,8 +521,11 @@ class AttentionBatch:
         evicted. HeadwiseStore.settle_drafts() must follow the decode. `recalls`: whether several
         tokens may recall frozen entries; single tokens do so at intervals.
 
-        Raises ValueError for more drafts than HeadwiseStore.most_drafts(), and ColdStorageError if
-        cold storage is full; in either case, nothing was added.
+        Raises ValueError for a store that was added already, a single token behind several, more
+        tokens than `max_tokens` of the store or than there is room for, more drafts than
+        HeadwiseStore.most_drafts(), and a position outside of 0 to 2^30; MemoryError without
+        memory; RuntimeError if the pool has no pages left; ColdStorageError if cold storage is
+        full. In each case, nothing was added.
         """
 
     def most_drafts(self, store: HeadwiseStore, wanted: int) -> int:
@@ -545,8 +554,8 @@ class MappedFile:
         system.number_of() gives for a descriptor.
 
         Returns None if the bytes have to be read instead: where the system cannot map files so, for
-        a file that is not regular or is shorter, and if the process already maps 1024 files. Raises
-        MemoryError.
+        a file that is not regular or is shorter, for no bytes, and if the process already maps 1024
+        files. Raises MemoryError without memory for the object.
         """
 
     @property
@@ -584,7 +593,10 @@ class Checkpoint:
     def evicted(self) -> int: ...
 
 class HeadwiseStore:
-    """Hold paged entries per (layer, KV head), and compute attention over them."""
+    """Hold paged entries per (layer, KV head), and compute attention over them.
+
+    Methods that allocate raise MemoryError without memory.
+    """
 
     def __init__(
         self,
@@ -617,8 +629,9 @@ class HeadwiseStore:
         array; not for the measure `products`. `freezing` None: entries that are not kept are
         dropped. `pool` None: the store has pages of its own, and its budget is all of them.
 
-        Raises ValueError for impossible values or unknown names, if the limit of `freezing` is too
-        small, and for `freezing` with `own_windows`.
+        Raises ValueError for impossible values or unknown names, for key centres that do not fit
+        the keys, and for `freezing` with `own_windows`, with too small a limit, or if every layer
+        has a sliding window; MemoryError without memory.
         """
 
     def checkpoint(self) -> Checkpoint:
@@ -632,17 +645,25 @@ class HeadwiseStore:
 
         `ends`: drop the checkpoint, and take over the pages that only it holds. Returns False, with
         an empty store, if the pool lacks pages for the copies that evicting needs. Raises
-        ValueError for a checkpoint of another pool.
+        ValueError for a checkpoint of another pool or one that was dropped, and RuntimeError if the
+        store freezes entries.
         """
 
     def checkpoint_count(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
-        """Return how many entries a KV head has in a checkpoint."""
+        """Return how many entries a KV head has in a checkpoint. Raises ValueError for a head that
+        does not exist, and for a checkpoint of another pool or one that was dropped.
+        """
 
     def checkpoint_state_bytes(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> int:
-        """Return the size of save_checkpoint_head() in bytes."""
+        """Return the size of save_checkpoint_head() in bytes. Raises ValueError for a head that
+        does not exist, and for a checkpoint of another pool or one that was dropped.
+        """
 
     def save_checkpoint_head(self, checkpoint: Checkpoint, layer: int, kv_head: int) -> bytes:
-        """Return the state of a KV head in a checkpoint, in the format of save_head()."""
+        """Return the state of a KV head in a checkpoint, in the format of save_head(). Raises
+        ValueError for a head that does not exist, and for a checkpoint of another pool or one that
+        was dropped.
+        """
 
     def on_full(self, drop: Callable[[], bool]) -> None:
         """Call `drop` when pages are missing: see SequencePool.on_full()."""
@@ -658,9 +679,11 @@ class HeadwiseStore:
         """Set the budget of every KV head in entries, layer by layer, and the share of the pool in
         pages.
 
-        Heads that hold more evict. Raises ValueError if the budgets need more than `pool_pages`, or
-        if the shares of other sequences do not leave that many pages; and ColdStorageError, without
-        any change, if there is no room for the entries to freeze.
+        Heads that hold more evict. Raises ValueError for another number of budgets, a budget
+        outside of 1 to `max_entries` or (without `own_windows`) below sinks and recent window
+        together, if the budgets need more than `pool_pages`, or if the shares of other sequences do
+        not leave that many pages; and ColdStorageError, without any change, if there is no room for
+        the entries to freeze.
         """
 
     def begin(self, n_tokens: int, position: int, rope_position: int, n_echo: int = 0) -> None:
@@ -669,7 +692,8 @@ class HeadwiseStore:
 
         `n_echo` tokens of an echo follow. Their queries count towards the importance of entries
         (with the measure `reconstruct`, no other queries do), and none of their own entries are
-        kept. Raises ValueError for more than `max_tokens` in all, and ColdStorageError if cold
+        kept. Raises ValueError for no tokens, for more than `max_tokens` in all, and for a position
+        outside of 0 to 2^30; RuntimeError if the pool has no pages left; ColdStorageError if cold
         storage is full.
         """
 
@@ -697,7 +721,8 @@ class HeadwiseStore:
         alibi_slopes() returns them. `reader`: which of the layers that share K and V attends.
         `n_echo`: how many of the tokens, the last ones, are an echo (see begin()). `n_drafts`: how
         many of them are drafts (see AttentionBatch.add()). Raises ValueError for arrays of other
-        shapes.
+        shapes, a layer or reader that does not exist or is not the next one, and more drafts than
+        most_drafts(); and the errors of begin().
         """
 
     def most_drafts(self, wanted: int) -> int:
@@ -711,7 +736,8 @@ class HeadwiseStore:
     def settle_drafts(self, n_accepted: int) -> None:
         """Undo what all drafts of the last micro-batch but the first `n_accepted` have changed.
 
-        The store is then, bit for bit, as if the accepted tokens had been read one by one.
+        The store is then, bit for bit, as if the accepted tokens had been read one by one. Raises
+        ValueError for a negative number.
         """
 
     def measure_losses(self, knots: Sequence[int]) -> None:
@@ -719,7 +745,7 @@ class HeadwiseStore:
         number of unprotected entries.
 
         `knots`: these numbers, ascending from 0; empty: stop measuring, and keep the values of
-        losses().
+        losses(). Raises ValueError unless they ascend.
         """
 
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
@@ -735,8 +761,8 @@ class HeadwiseStore:
 
         They are, in order: the key before RoPE (k_dim), the value (v_dim; none if it is a part of
         the key), the norms of the key's rotation pairs, log(|key| + 1e-6), log(|value| + 1e-6)
-        (none if the value is a part of the key), 1. Raises ValueError if the store's RoPE does not
-        fit the keys.
+        (none if the value is a part of the key), 1. Raises ValueError for a layer that does not
+        exist, and if the store's RoPE does not fit the keys.
         """
 
     def set_predictor(self, layer: int, weights: _Floats) -> None:
@@ -745,8 +771,8 @@ class HeadwiseStore:
 
         `weights`: (n_head_kv, predictor_features()), or empty to predict nothing; they apply to all
         stores of the pool. Predicted shares lie between 1e-6 and 1, and an entry keeps the one that
-        it got when it was read. Raises ValueError for another shape, for weights that are not
-        finite, and if RoPE does not fit the keys of the layer.
+        it got when it was read. Raises ValueError for a layer that does not exist, for another
+        shape, for weights that are not finite, and if RoPE does not fit the keys of the layer.
         """
 
     def predict_stored(self, n_positions: int, shift: int) -> None:
@@ -754,8 +780,8 @@ class HeadwiseStore:
 
         Use it for entries that were read before a predictor existed. `shift`: that of
         rope_position() for these entries. Larger shares, observed with an echo, are kept. Raises
-        ValueError if the store has an entry at `n_positions` or later, and if RoPE does not fit its
-        keys.
+        ValueError if the store has an entry at `n_positions` or later, if RoPE does not fit its
+        keys, and for numbers outside of 0 to 2^30.
         """
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
@@ -763,7 +789,8 @@ class HeadwiseStore:
 
         This is for text that was stored before an echo repeated it: the shares of attention that
         the queries of the echo gave are stored with the entries, in 8 bits. Sinks are left out.
-        `shift`: as for predict_stored(). Raises ValueError if lessons are not collected.
+        `shift`: as for predict_stored(). Raises ValueError if lessons are not collected, and for
+        numbers outside of 0 to 2^30.
         """
 
     def predicted_shares(self, layer: int, head: int) -> npt.NDArray[np.float32]:
@@ -772,7 +799,8 @@ class HeadwiseStore:
 
         They lie between 2^-20 and 1, with a precision of 8 bits. Each is the larger one of the
         share that was predicted from key and value, and the largest share that a query of an echo
-        gave. Raises ValueError for measures that predict nothing.
+        gave. Raises ValueError for measures that predict nothing, and for a head that does not
+        exist.
         """
 
     @property
@@ -784,7 +812,8 @@ class HeadwiseStore:
     def collect_lessons(self, on: bool) -> None:
         """Start to add up lessons in the next micro-batch with an echo, or stop: see lessons().
 
-        This applies to all stores of the pool. Raises ValueError for measures that predict nothing.
+        This applies to all stores of the pool. Raises ValueError for measures that predict nothing,
+        and if the store's RoPE does not fit the keys.
         """
 
     def lessons(self, layer: int) -> tuple[int, npt.NDArray[np.float64]]:
@@ -793,7 +822,8 @@ class HeadwiseStore:
 
         The sums are those of the outer products of (features, log(max(a, 1e-5))) with themselves,
         where a is the largest share of attention that a query of the echo gave to the entry. Sinks
-        are left out. Raises ValueError if lessons were never collected.
+        are left out. Raises ValueError for a layer that does not exist, and if lessons were never
+        collected.
         """
 
     def clear_lessons(self) -> None:
@@ -803,12 +833,14 @@ class HeadwiseStore:
         """Start to measure the entropies of attention rows, from zero, or stop."""
     def entropies(self, layer: int) -> npt.NDArray[np.float64]:
         """Return the mean entropy in bits of every query head of a layer since track_entropy(True),
-        (n_head,). Raises ValueError if nothing was attended to.
+        (n_head,). Raises ValueError for a layer that does not exist, and if nothing was attended
+        to.
         """
 
     def row_entropies(self, layer: int) -> _Floats:
         """Return the entropy in bits of every attention row of the last micro-batch, without an
-        echo, (n_tokens, n_head). Raises ValueError if entropies were not tracked.
+        echo, (n_tokens, n_head). Raises ValueError for a layer that does not exist, and if
+        entropies were not tracked.
         """
 
     def capture_queries(self, on: bool) -> None:
@@ -818,32 +850,34 @@ class HeadwiseStore:
 
         In order: scaled queries (n_tokens, n_head, k_dim), attention sinks (n_head,), soft cap (0:
         none), window in tokens (0: none), whether windows begin at multiples of their size, and by
-        how much logits fall per position (n_head,). Raises ValueError if queries were not captured.
+        how much logits fall per position (n_head,). Raises ValueError for a layer that does not
+        exist, and if queries were not captured.
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
-        """Return the kept positions, ascending, with their importance, K (n, k_dim) and V (n,
-        v_dim).
+        """Return the kept positions, ascending, (n,), with their scores (n,), K (n, k_dim) and V
+        (n, v_dim). Raises ValueError for a head that does not exist.
         """
 
     def state_bytes(self, layer: int, kv_head: int) -> int:
         """Return the size in bytes of the state of a KV head; cpp/store/head_states.hpp describes
-        the format.
+        the format. Raises ValueError for a head that does not exist.
         """
 
     def state_padding(self, layer: int, kv_head: int) -> int:
         """Return how many zero bytes follow the state of a KV head in a file, so that its pages can
-        be mapped.
+        be mapped. Raises ValueError for a head that does not exist.
         """
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
-        """Return the state of a KV head, state_bytes() long; raises ColdStorageError if frozen
-        entries cannot be read.
+        """Return the state of a KV head, state_bytes() long. Raises ValueError for a head that does
+        not exist, and ColdStorageError if frozen entries cannot be read.
         """
 
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a KV head that is said to have `count` entries of
-        a text of `end` tokens; empty if it is valid.
+        a text of `end` tokens; empty if it is valid. Raises ValueError for a layer that does not
+        exist, and BufferError for a buffer that is read-only.
         """
 
     def begin_load(
@@ -855,7 +889,9 @@ class HeadwiseStore:
         """Reserve room to load states of all KV heads, layer by layer, with `counts` entries each.
         `budgets`: those that set_budgets() will set before load_head() is called.
 
-        Changes nothing if it raises MemoryError or ColdStorageError.
+        Raises IndexError for fewer numbers or states than KV heads, ValueError for more counts, and
+        BufferError for a buffer that is read-only. Changes nothing if it raises MemoryError, or
+        ColdStorageError because cold storage is full.
         """
 
     def load_head(
@@ -864,7 +900,8 @@ class HeadwiseStore:
         """Replace the entries of a KV head by those of a state that state_problem() accepts, and
         evict what exceeds its budget.
 
-        The memory of `state` is given back to the system: it must not be read afterwards.
+        The memory of `state` is given back to the system: it must not be read afterwards. Raises
+        ValueError for a head that does not exist, and BufferError for a buffer that is read-only.
         """
 
     def adopt(
@@ -876,7 +913,8 @@ class HeadwiseStore:
         """Replace the entries of all heads by those of states in a mapped file, without a copy.
 
         begin_load() comes first. Returns False, and changes nothing, if load_head() must load the
-        states instead: cpp/store/head_states.hpp says when.
+        states instead: cpp/store/head_states.hpp says when. Raises IndexError for fewer numbers or
+        states than KV heads, and BufferError for a buffer that is read-only.
         """
 
     def check_files(self) -> None:
@@ -894,17 +932,22 @@ class HeadwiseStore:
         """Rotate every stored key from its RoPE position under `old_shift` to that under
         `new_shift`: see rope_position().
 
-        `ropes`: one for each layer. Raises ValueError if they do not fit the keys of the layers.
+        `ropes`: one for each layer. Raises ValueError if they do not fit the keys of the layers,
+        and RuntimeError if the pool has no pages left for copies of shared ones.
         """
 
     def truncate(self, position: int) -> None:
-        """Drop the entries at `position` and later ones, including frozen ones."""
+        """Drop the entries at `position` and later ones, including frozen ones. Raises ValueError
+        for a negative position.
+        """
 
     recalls_now: bool
     """True if the next micro-batch searches frozen entries, regardless of `recall_interval`."""
 
     def freeze_all(self, now: int) -> None:
-        """Freeze all entries; `now`: the newest position."""
+        """Freeze all entries; `now`: the newest position. Raises ColdStorageError, and freezes
+        nothing, if cold storage is full.
+        """
 
     def restore(
         self, now: int, frozen_after: int = -1, due_after: int = -1, forget: bool = False
@@ -921,15 +964,25 @@ class HeadwiseStore:
         """Discard all frozen entries, and freeze none from now on."""
 
     def frozen_positions(self, layer: int, kv_head: int) -> _Ints:
-        """Return the positions of the frozen entries of a KV head, ascending, (n,)."""
+        """Return the positions of the frozen entries of a KV head, ascending, (n,). Raises
+        ValueError for a head that does not exist.
+        """
     def positions(self, layer: int, kv_head: int) -> _Ints:
-        """Return the positions that a KV head keeps, ascending, (n,)."""
+        """Return the positions that a KV head keeps, ascending, (n,). Raises ValueError for a head
+        that does not exist.
+        """
     def importance(self, layer: int, kv_head: int) -> _Floats:
-        """Return the scores of the entries of a KV head, in the order of positions(), (n,)."""
+        """Return the scores of the entries of a KV head, in the order of positions(), (n,). Raises
+        ValueError for a head that does not exist.
+        """
     def budget(self, layer: int, kv_head: int) -> int:
-        """Return how many entries a KV head may keep."""
+        """Return how many entries a KV head may keep. Raises ValueError for a head that does not
+        exist.
+        """
     def count(self, layer: int, kv_head: int) -> int:
-        """Return how many entries a KV head keeps."""
+        """Return how many entries a KV head keeps. Raises ValueError for a head that does not
+        exist.
+        """
     @property
     def entries(self) -> int: ...
     evicted: int
@@ -983,7 +1036,8 @@ class CacheMap:
 
         Returns three arrays, (KV heads of all layers, columns): the fraction of each column's
         positions that is held, that is frozen, and that is held now but was frozen at the last
-        count; in 255ths, rounded up.
+        count; in 255ths, rounded up. Raises ValueError if `first` is negative, or if `per_column`
+        or `n_columns` is below 1.
         """
 
 def device_rows(
@@ -997,7 +1051,7 @@ def device_rows(
     """Return how many rows of K and V the layers of one shape, with budgets [layer][KV head] in
     entries, have together for `n_places` DeviceStores.
 
-    Raises ValueError for an unknown `kv_type`.
+    Raises ValueError for a `kv_type` other than `f16` and `q8_0`.
     """
 
 def feature_count(shape: LayerShape, rope: RopeParams) -> int:
@@ -1061,9 +1115,10 @@ class DeviceStore:
         (n_head_kv, n_features), by which the device predicts the scores of new entries; none: they
         get the least score.
 
-        Raises ValueError for a measure that needs keys on the host and for a predictor of other
-        features, RuntimeError if the CPU cannot compute attention either, MemoryError if a device
-        has no memory.
+        Raises ValueError for another number of layers than the model has, a `kv_type` other than
+        `f16` and `q8_0`, budgets as HeadwiseStore.set_budgets() refuses them, a measure that needs
+        keys on the host, and a predictor of other features; RuntimeError if the CPU cannot compute
+        attention either, MemoryError if a device has no memory.
         """
 
     def most_drafts(self, position: int, wanted: int) -> int:
@@ -1074,20 +1129,22 @@ class DeviceStore:
     def commit_step(self) -> None:
         """Store the entries of a micro-batch that was read, and evict what budgets cannot hold. A
         step that DeviceBatch.commit() has committed stays as it is; of a step with drafts,
-        settle_drafts() stores entries.
+        settle_drafts() stores entries. Raises RuntimeError if a device fails.
         """
 
     def settle_drafts(self, n_accepted: int) -> None:
         """Store the first token of the last micro-batch and the first `n_accepted` of its drafts,
         one by one, and evict what budgets cannot hold. The others are dropped.
 
-        Raises ValueError for fewer drafts than none, or more than the micro-batch had.
+        Raises ValueError for fewer drafts than none, or more than the micro-batch had, and
+        RuntimeError if a device fails.
         """
 
     def rotation_problem(self, ropes: Sequence[RopeParams]) -> str:
         """Return why keys cannot be moved to other positions; empty if they can.
 
-        `ropes`: one for each layer. Raises ValueError if they do not fit the keys.
+        `ropes`: one for each layer. Raises ValueError if they do not fit the keys, and if the store
+        has no rows.
         """
 
     def rebase(
@@ -1095,7 +1152,8 @@ class DeviceStore:
     ) -> None:
         """Rotate every stored key from its RoPE position under `old_shift` to that under
         `new_shift`; the first `n_sinks` positions stay. `ropes`: one for each layer. Raises
-        ValueError if they do not fit the keys.
+        ValueError if they do not fit the keys, and if the store has no rows; RuntimeError if a
+        device fails.
         """
 
     @staticmethod
@@ -1107,6 +1165,8 @@ class DeviceStore:
         allocated anew, and the entries stay.
 
         Raises MemoryError if the devices have no memory for the rows; then nothing has changed.
+        Raises ValueError for budgets as HeadwiseStore.set_budgets() refuses them, and RuntimeError
+        if a device fails.
         """
 
     def release(self) -> None:
@@ -1116,8 +1176,8 @@ class DeviceStore:
 
     def acquire(self, place: int) -> None:
         """Take the place with number `place`, from 0 on, with rows for the budgets; the store is
-        empty then. The first store of a context that takes a place allocates the rows of all
-        places. Raises MemoryError if a device has no memory for them.
+        empty then. The rows of all places are allocated together, anew if the place is in use or
+        its rows are too few. Raises MemoryError if a device has no memory for them.
         """
 
     @property
@@ -1125,27 +1185,51 @@ class DeviceStore:
         """Tell whether the store has a place with rows."""
 
     def truncate(self, position: int) -> None:
-        """Drop the entries at `position` and later ones."""
-    def positions(self, layer: int, kv_head: int) -> _Ints: ...
-    def importance(self, layer: int, kv_head: int) -> _Floats:
-        """Return the scores of the entries of positions(), as HeadwiseStore does."""
+        """Drop the entries at `position` and later ones. Raises ValueError for a negative position,
+        and RuntimeError if a device fails.
+        """
+    def positions(self, layer: int, kv_head: int) -> _Ints:
+        """Return the positions that a KV head keeps, ascending, (n,). Raises ValueError for a head
+        that does not exist.
+        """
 
-    def budget(self, layer: int, kv_head: int) -> int: ...
-    def count(self, layer: int, kv_head: int) -> int: ...
-    def state_bytes(self, layer: int, kv_head: int) -> int: ...
+    def importance(self, layer: int, kv_head: int) -> _Floats:
+        """Return the scores of the entries of a KV head, in the order of positions(), (n,). Raises
+        ValueError for a head that does not exist, and RuntimeError if a device fails.
+        """
+
+    def budget(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head may keep. Raises ValueError for a head that does not
+        exist.
+        """
+
+    def count(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head keeps. Raises ValueError for a head that does not
+        exist.
+        """
+
+    def state_bytes(self, layer: int, kv_head: int) -> int:
+        """Return the size in bytes of the state of a KV head. Raises ValueError for a head that
+        does not exist, and IndexError if the store has no rows.
+        """
+
     def save_layer(self, layer: int) -> list[bytes]:
         """Return the state of every KV head of a layer, each as HeadwiseStore.save_head() returns
-        it.
+        it. Raises ValueError for a layer that does not exist, IndexError if the store has no rows,
+        and RuntimeError if a device fails.
         """
 
     def state_problem(self, layer: int, count: int, state: bytearray | memoryview, end: int) -> str:
         """Return what is wrong with the state of a KV head that is said to have `count` entries of
-        a text of `end` tokens; empty if it is valid.
+        a text of `end` tokens; empty if it is valid. Raises ValueError for a layer that does not
+        exist, IndexError if the store has no rows, and BufferError for a buffer that is read-only.
         """
 
     def load(self, counts: Sequence[int], states: Sequence[bytearray | memoryview]) -> None:
         """Replace the entries of all KV heads by states that state_problem() accepts, and evict
-        what budgets cannot hold.
+        what budgets cannot hold. Raises IndexError for fewer counts or states than KV heads,
+        ValueError for more counts, BufferError for a buffer that is read-only, RuntimeError if a
+        device fails, and MemoryError without memory.
         """
 
     evicted: int
@@ -1197,11 +1281,14 @@ class DeviceBatch:
 
         The first of them is at `position` of its text, and RoPE sees it at `rope_position`. The
         last `n_drafts` are drafts. With `see_all`, every token attends to all of them, also to
-        later ones. Raises ValueError for a store that has tokens in the micro-batch already.
+        later ones. Raises ValueError for a store that has tokens in the micro-batch already, and
+        for more than `max_tokens`; RuntimeError if a device fails.
         """
 
     def commit(self) -> None:
-        """Call DeviceStore.commit_step() together for all stores whose tokens include no drafts."""
+        """Call DeviceStore.commit_step() together for all stores whose tokens include no drafts.
+        Raises RuntimeError if a device fails.
+        """
 
 class FlatStore:
     """Evict whole positions from the cache of a llama_context, which is given by its address."""
@@ -1214,19 +1301,33 @@ class FlatStore:
         n_sinks: int,
         recent_window: int,
         rope_sinks: int,
-    ) -> None: ...
+    ) -> None:
+        """Make a store for an empty cache. `context`: the address of the llama_context. `budget`:
+        in positions. `rope_sinks`: how many of the first positions rebase() does not move. Raises
+        ValueError for a `score` that does not depend on positions alone.
+        """
+
     def make_room(self, n_tokens: int) -> None:
         """Compact the cells if holes would slow attention down; to be called before `n_tokens` are
-        read.
+        read. Raises RuntimeError if llama.cpp does not save or restore the state of its cache.
         """
     def settle(self, position: int, n_tokens: int) -> None:
-        """Note that `n_tokens` were read from `position` on, and evict what exceeds the budget."""
-    def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None: ...
+        """Note that `n_tokens` were read from `position` on, and evict what exceeds the budget.
+        Raises RuntimeError if llama.cpp cannot remove the positions.
+        """
+    def set_budget(self, budget: int, n_sinks: int, recent_window: int) -> None:
+        """Set the budget in positions, and evict what exceeds it. Raises RuntimeError if llama.cpp
+        cannot remove the positions.
+        """
+
     def truncate(self, position: int) -> None:
-        """Drop `position` and all later positions."""
+        """Drop `position` and all later positions. Raises RuntimeError if llama.cpp cannot remove
+        the positions.
+        """
     def rebase(self, shift: int) -> None:
         """Continue at another shift: llama.cpp rotates the keys in its next decode. Entries whose
-        RoPE position would be clamped to the first one after the sinks are dropped.
+        RoPE position would be clamped to the first one after the sinks are dropped. Raises
+        RuntimeError if llama.cpp cannot remove the positions.
         """
 
     shift: int
@@ -1235,17 +1336,20 @@ class FlatStore:
     """
 
     def move_to(self, context: int) -> None:
-        """Move to another context of any size, which must be empty; raises RuntimeError, and stays
-        in the old one, if llama.cpp rejects the state.
+        """Move to another context of any size, which must be empty. Raises RuntimeError, and stays
+        in the old one, if llama.cpp does not save or restore the state of its cache.
         """
     def save_state(self) -> bytes:
-        """Compact the cache, then return llama.cpp's state of the sequence."""
+        """Compact the cache, then return llama.cpp's state of the sequence. Raises RuntimeError if
+        llama.cpp does not save it.
+        """
 
     def load_state(
         self, positions: Sequence[int], state: bytearray | memoryview, evicted: int, shift: int
     ) -> None:
         """Replace everything by what save_state() returned, then evict what exceeds the budget.
-        Raises RuntimeError if llama.cpp rejects the state; then nothing has changed.
+        Raises RuntimeError if llama.cpp rejects the state, or if it does not end at the last one of
+        `positions`; then nothing has changed. Raises BufferError for a buffer that is read-only.
         """
 
     @property
@@ -1270,7 +1374,9 @@ def rope_position(position: int, n_sinks: int, shift: int) -> int:
     """
 
 def read_bandwidth(n_bytes: int, n_threads: int) -> float:
-    """Measure the bytes per second of a plain read of memory."""
+    """Return the bytes per second at which `n_threads` threads together read `n_bytes` bytes of
+    memory once. Raises ValueError for fewer than 8 bytes, and for no threads.
+    """
 
 def available_kernels() -> list[str]:
     """Return the instruction sets that this machine can run, the slowest first."""
@@ -1297,7 +1403,11 @@ def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -
 
 def entropy_weights(
     entropies: Sequence[float], mean: float, low: float, high: float
-) -> list[float]: ...
+) -> list[float]:
+    """Return a weight for every KV head: its entropy divided by `mean`, which is in the same unit,
+    but at least `low` and at most `high`. All weights are 1 if `mean` is not positive.
+    """
+
 def share_budget(
     mean_entries: int,
     max_entries: int,
@@ -1311,7 +1421,8 @@ def share_budget(
 
     `entries_per_page`, `weights`: one for each KV head, layer by layer; no weights: all are equal.
     `limits`: what each head can use at most; empty: `max_entries`. Raises ValueError if the mean is
-    below the floor.
+    below the floor, for a page of no entries, for another number of weights or limits than there
+    are heads, a weight outside of 0 to 1e6, and a limit below 1.
     """
 
 def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
@@ -1340,7 +1451,9 @@ def losses_at(
 
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
     """Divide `total` entries among heads so that the sum of their losses is least; returns the part
-    of each head. `losses`: [head][knot], flat, for `knots` entries of a head.
+    of each head. `losses`: [head][knot], flat, for `knots` entries of a head. Raises ValueError
+    unless `knots` ascend from 0, for losses outside of 0 to 1e9, and if their number is not a
+    multiple of that of the knots.
     """
 
 def share_by_curves(
@@ -1353,7 +1466,9 @@ def share_by_curves(
     limits: Sequence[int] = (),
 ) -> list[int]:
     """Return budgets as share_budget() does, but with the least sum of losses instead of by
-    weights. `losses`: [head][knot], flat; `knots`: numbers of entries beyond the floor.
+    weights. `losses`: [head][knot], flat; `knots`: numbers of entries beyond the floor. Raises the
+    errors of share_budget(); ValueError unless `knots` ascend from 0, for losses outside of 0 to
+    1e9, and unless every head has one for each knot.
     """
 
 def pages_for(entries: int, entries_per_page: int) -> int:
@@ -1363,12 +1478,12 @@ def pages_for(entries: int, entries_per_page: int) -> int:
 
 def page_geometry(layers: Sequence[LayerShape], kv_type: str) -> tuple[int, list[int]]:
     """Return the bytes of a page, and for every layer how many entries of a KV head fit into a
-    page. Raises ValueError for an unknown `kv_type`.
+    page. Raises ValueError for an unknown `kv_type`, and for impossible layers.
     """
 
 def cold_page_bytes(layers: Sequence[LayerShape], kv_type: str, cold_type: str) -> int:
     """Return the bytes of a page of cold storage. `cold_type`: as `kv_type` of FreezeSettings.
-    Raises ValueError for unknown types.
+    Raises ValueError for unknown types, and for impossible layers.
     """
 
 def plan_flat_eviction(
@@ -1379,5 +1494,6 @@ def plan_flat_eviction(
     recent_window: int,
 ) -> tuple[_Ints, list[tuple[int, int]]]:
     """Return the positions that stay, ascending, and the ranges [first, last) of positions to
-    remove. `keep` positions stay, or more if more are protected.
+    remove. `keep` positions stay, or more if more are protected. Raises ValueError for a `score`
+    that does not depend on positions alone.
     """
