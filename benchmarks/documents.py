@@ -115,7 +115,9 @@ def answer(session: Session, fact: Fact) -> str:
 
 
 def facts(model: str, cases: Sequence[Case], options: dict[str, float], folder: Path) -> None:
-    """Print how many facts are answered right after reading, and from files."""
+    """Print how many facts are answered correctly just after a document was read, and after it was
+    opened from its file, and whether both answers are equal.
+    """
     just_read: list[str] = []
     from_file: list[str] = []
     asked = [fact for case in cases for fact in case.facts]

@@ -190,8 +190,9 @@ void HeadAttention::start_softmax(const RowTile& tile, int chunk,
     }
 }
 
-// Returns the logit of a row's sink, relative to the logits that the stored keys have. Rows behind
-// those of the tile only fill up a vector, so their logits do not matter.
+// Returns the logit of the model's attention sink for a row of queries, less what the logits of
+// stored keys lack because keys are stored without their centre. Rows behind those of the tile only
+// fill up a vector, so their logits do not matter.
 float HeadAttention::sink_of(const RowTile& tile, int r) const noexcept {
     const int of_group = (tile.first + r) % split_.group;
     const float sink = call_.params.sinks[tile.head * split_.group + of_group];

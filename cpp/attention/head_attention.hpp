@@ -172,7 +172,7 @@ private:
         int layer = 0;
         int head = 0;
         const float* observed = nullptr;
-        float squares = 0.0f;  // sum over the head's outputs, if losses are measured
+        float squares = 0.0f;  // of the head's outputs, added up; 0 unless losses are measured
         std::atomic<bool> ready{false};
     };
 

@@ -51,7 +51,8 @@ struct Split {
     // Returns how many units a head with `total` entries has.
     int units(int total) const;
     RowTile tile(int head, int number) const;
-    // Returns a unit by its number within the head.
+    // Returns the unit of work with this number, from 0 on, of a KV head that attends to `total`
+    // entries.
     Unit unit(int head, int number, int total) const;
 };
 

@@ -14,8 +14,8 @@ struct Protection {
     std::int32_t oldest = 0;  // oldest position that later queries see
 
     bool has_left(std::int32_t position) const { return position < oldest; }
-    // Entries at positions from first_open() to last_open(), both included, are neither protected
-    // nor have they left the window.
+    // Entries at positions from first_open() to last_open(), both included, are neither protected,
+    // nor has the sliding window of their layer passed them.
     std::int32_t first_open() const { return n_sinks > oldest ? n_sinks : oldest; }
     std::int32_t last_open(std::int32_t newest) const { return newest - recent_window; }
     bool leaves_open(std::int32_t position, std::int32_t newest) const {

@@ -174,7 +174,8 @@ public:
     // Returns the places of the last set_places(); null if no sequence uses them any more.
     std::shared_ptr<DevicePlaces> places() const { return places_.lock(); }
     void set_places(const std::shared_ptr<DevicePlaces>& places) { places_ = places; }
-    // Returns a new number each time, for a sequence that takes a place.
+    // Returns a number that no sequence got before, so that graphs which were made for the former
+    // owner of a place on the device are not reused by the next one.
     std::size_t note_taken() { return ++n_taken_; }
 
     // Returns the device with this buffer type, which is opened once. Throws as Device does.

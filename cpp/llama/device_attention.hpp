@@ -225,7 +225,9 @@ private:
         std::size_t slopes;         // [query head], f32: those of ALiBi
         std::size_t positions;      // [position of all heads], f32
         std::size_t findings;       // where the findings of the layer begin
-        std::size_t observed;       // [position of all heads], f32: what queries of a chunk gave
+        // f32 for every position of all heads: the attention that the queries of a chunk gave to
+        // the entry there.
+        std::size_t observed;
         std::size_t sums;           // [row of all heads], f32: what single tokens gave
         std::size_t value_squares;  // [KV head][token], f32
         std::size_t key_squares;    // [KV head][token], f32

@@ -353,7 +353,7 @@ void DeviceAttention::fit_masks(const std::vector<DeviceAttention*>& sequences) 
     const DeviceAttention& first = *sequences.front();
     SingleSteps& singles = *first.singles_;
     // A sequence that has just read a prompt has no masks of single tokens, and writes all of its
-    // masks in any case.
+    // masks in any case. So this is the moment at which masks may become narrower for free.
     const bool rejoins = std::any_of(sequences.begin(), sequences.end(),
                                      [](const auto* sequence) { return !sequence->packed_; });
     bool too_narrow = false;
@@ -678,7 +678,8 @@ void DeviceAttention::add_rows_near(StepInput& input) {
     zeros_ = input.add(std::vector<float>(n, 0.0f));
 }
 
-// Copies the input that plan_look_up() has written to the device.
+// Copies to the device what plan_look_up() has prepared in host memory; nothing if no rows are
+// looked up.
 void DeviceAttention::tell_rows_looked_up() {
     if (!written_.empty()) looked_up_->tell(written_);
 }

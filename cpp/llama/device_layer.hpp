@@ -76,7 +76,7 @@ struct DeviceHead {
     std::vector<RowMove> moves;    // the moves that are due; no row is both a source and a target
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
     int first_sum = 0;         // where the layer's sums of what single tokens gave have its rows
-    std::vector<int> near;     // what rows_near() has returned
+    std::vector<int> near;     // the result of rows_near(), which its next call updates
     int n_searched = 0;        // how many rows of entries it has searched since they were moved
 
     int rows() const { return static_cast<int>(positions.size()); }

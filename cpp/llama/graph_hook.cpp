@@ -118,7 +118,7 @@ bool HeadwiseRewrite::change(ggml_tensor* node) {
     return false;
 }
 
-// The following functions are the ops; ggml's threads run them.
+// The following functions replace operations of llama.cpp's graph; ggml's threads run them.
 
 void HeadwiseRewrite::stage_k_op(ggml_tensor* node, int thread, int n_threads, void* user_data) {
     const auto* layer = static_cast<const LayerHook*>(user_data);

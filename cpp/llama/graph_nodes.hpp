@@ -54,7 +54,8 @@ struct CustomOp {
 };
 static_assert(sizeof(CustomOp) <= GGML_MAX_OP_PARAMS, "a custom op must fit into op_params");
 
-// Makes all threads run the function. `user_data` must live as long as the context.
+// Turns a node into a custom operation, whose function all threads run. `user_data` must live as
+// long as the llama.cpp context.
 inline void make_custom(ggml_tensor* node, ggml_custom_op_t function, void* user_data) {
     const CustomOp op{function, GGML_N_TASKS_MAX, user_data};
     std::memset(node->op_params, 0, sizeof node->op_params);

@@ -34,7 +34,8 @@ private:
     const std::byte* bytes_;
 };
 
-// Returns codes 4 * `four` to 4 * `four` + 3 of the 32, for the rows of one register of the tile.
+// Reads the quantised codes 4 * `four` to 4 * `four` + 3 of a block of 32, for as many rows as a
+// register of the tile holds.
 class ColumnCodes {
 public:
     ColumnCodes(const std::byte* columns, int four) : columns_(columns), four_(four) {}

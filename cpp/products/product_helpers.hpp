@@ -86,8 +86,10 @@ private:
     // that the piece belongs to nobody, to a thread of the op, or to a slot of a helper.
     std::vector<std::atomic<std::uint64_t>> claims_;
     Offer offer_;
-    std::atomic<std::uint64_t> op_{0};     // odd while an offer is written
-    std::atomic<int> next_{-1};            // helpers begin with the last piece
+    std::atomic<std::uint64_t> op_{0};  // odd while an offer is written
+    // The piece that the next helper claims, from the last one down, because the op's own threads
+    // begin with the first; -1: none.
+    std::atomic<int> next_{-1};
     std::atomic<CoreSet> used_cores_{0};   // cores of the threads of the current op
     OfOwnProcess<HelperThreads> threads_;  // ends first: its threads use all of the above
 };

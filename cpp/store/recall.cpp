@@ -120,7 +120,8 @@ void Recall::run(Head& head, int n_staged, const QueryRows& queries, std::int32_
         std::memory_order_relaxed);
 }
 
-// Lists the held entries that may be replaced.
+// Lists in victims_ the held entries that recalled ones may replace, those that are not protected,
+// and returns how many there are.
 int Recall::find_victims(const Head& head, std::int32_t newest) noexcept {
     const Protection protection = common_.protection_of(head, newest);
     int n = 0;

@@ -147,7 +147,7 @@ def test_litellm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server_of_every_route(tmp_path: Path) -> Iterator[Server]:
-    """Run a server with the options that every route needs; without them, some answer 501."""
+    """Run a server with every option that any route needs; without them, some routes answer 501."""
     files = ("--documents", tmp_path / "documents", "--slot-save-path", tmp_path / "slots")
     yield from served("--alias", MODEL, "--api-key", KEY, *files)
 

@@ -1,5 +1,5 @@
-"""Budgets by the curves of a profile go to heads that can hold them, and saved sessions continue
-equally.
+"""Budgets that are shared by the loss curves of a profile go only to heads that can hold them, and
+a saved session continues with the same logits.
 """
 
 from __future__ import annotations

@@ -95,8 +95,9 @@ print(json.dumps(done))
     not plain_memory_device.is_known(), reason="another llama.cpp, whose devices look different"
 )
 def test_whatever_waits_for_decisions_lets_the_device_answer(tmp_path: Path) -> None:
-    """Each operation waits for decisions about a step that failed; if it did so with Python's lock,
-    the device could not answer, and the program would never end.
+    """Each operation of the device store that waits for decisions about a failed step releases the
+    GIL; otherwise the device, which runs in Python here, could not answer, and the program would
+    hang.
     """
     model = tmp_path / "llama.gguf"
     write_llama(model, head_dim=64, weight_type="F32")

@@ -77,7 +77,9 @@ def test_masked_entries_are_as_if_they_were_not_there(model: Any) -> None:
 
 
 def masked_prompt(model: Any) -> Continued:
-    """Return a prompt; one head of its second layer has masked entries."""
+    """Return a prompt that was read in full, of which 40 entries are then masked in KV head 1 of
+    the model's second layer. The mask is set in the model's attention module.
+    """
     masked = DensePrompt(model, PROMPT).compressed()
     indices = torch.zeros(40, dtype=torch.int), torch.ones(40, dtype=torch.int), torch.arange(40)
     attentions(model)[1].masked_key_indices = indices

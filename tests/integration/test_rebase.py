@@ -111,8 +111,8 @@ def read_in_steps(session: Session, tokens: list[int]) -> Logits:
 def test_nothing_is_noticed_within_the_exact_distances(
     name: str, store: str, model: Callable[..., Path]
 ) -> None:
-    """Without sinks and below the exact distances, the logits are those of a model trained for
-    longer texts.
+    """Where a small budget keeps entries only at distances that a shift leaves unchanged, and
+    without sinks, the logits are those of a model trained for longer texts, up to rounding.
     """
     tokens = tokens_for(600)
     logits = []
@@ -164,8 +164,8 @@ def test_both_stores_agree_with_sinks(name: str, kv_type: str, model: Callable[.
 def test_going_back_gives_the_session_that_never_went_on(
     kv_type: str, model: Callable[..., Path]
 ) -> None:
-    """After a rollback, entries have their exact distances again, as if the text had never gone
-    on.
+    """After a rollback, RoPE sees the distances that entries have in the text again, as if the text
+    had never gone on.
     """
     tokens = tokens_for(900)
     with Session(model("llama"), n_ctx=1024, kv_type=kv_type, n_threads=1) as session:

@@ -90,7 +90,7 @@ class PlantedPassage:
 
     @property
     def n_predicted(self) -> int:
-        """Return how many of these tokens have logits."""
+        """Return how many of the tokens that are read to measure one way have logits."""
         answers = self.asked[1::2]
         return len(self.following) + len(self.repeated) + sum(map(len, answers))
 

@@ -33,7 +33,9 @@ Rows = npt.NDArray[np.float32]
 POLICY = "uniform:predicted"
 """The policy of the store that reads; it makes the store collect lessons."""
 HELD_BACK = 1 / 4
-"""The fraction at the end of a single text that tests the fit of the rest."""
+"""The fraction of a calibration text, at its end, that tests the predictor fitted to the rest, if
+there is only one text.
+"""
 
 
 def fitting_tokens(lengths: Sequence[int]) -> int:
@@ -72,8 +74,10 @@ def fit_by_echoes(
 def fit(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
-    """Yield the tokens, the correlation if there is one, the lookups and the weights of every layer
-    of a predictor; nothing if no text teaches anything: a Step.
+    """Fit a predictor to the texts of each piece of work, and yield its arrays: the number of
+    tokens, (); the correlation, (1,), or (0,) if there is none; the lookups, (layers, KV heads);
+    and the weights of every layer, (KV heads, features). A piece of work whose texts teach nothing
+    yields an empty tuple.
     """
     for each in work:
         longest = max(map(len, each.texts))

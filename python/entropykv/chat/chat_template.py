@@ -62,8 +62,8 @@ Render = Callable[[list[dict[str, Any]], list[Any]], str]
 
 
 def traits_of(source: str, render: Render) -> TemplateTraits:
-    """Return what the template with this text shows; `render` makes a prompt of messages and
-    tools.
+    """Return which parts of a chat (tools, calls, thoughts) the template with the text `source`
+    shows; `render` makes a prompt of messages and tools.
     """
     return replace(_Probe(render).traits(), thinking_field="message.thinking" in source)
 

@@ -372,7 +372,8 @@ def run(options: argparse.Namespace) -> int:
         log = ResultLog(options.resume, about, settings)
         tables = [parts] if request.suite is None else [[part] for part in parts]
         evaluations = [(Evaluation(engine, wanted, each, log), EvalTable(each)) for each in tables]
-        # check() uses the shortest prompts, so the first evaluation is enough.
+        # The lengths of a suite are sorted, so the first evaluation has the shortest prompts, by
+        # which check() finds a budget that is too small.
         for note in evaluations[0][0].check():
             say(note)
         log.begin()

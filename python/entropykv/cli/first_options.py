@@ -33,14 +33,16 @@ class FirstOptions:
     add: Callable[[CommandParser], None]
 
     def parser(self, prog: str) -> CommandParser:
-        """Return a parser that only knows these options, to print them."""
+        """Return a parser that knows only the options that this command's --help shows first, so
+        that they can be printed without loading the modules of the command.
+        """
         parser = CommandParser(prog=prog, usage=self.usage, description=self.description)
         self.add(parser)
         self.show_in(parser)
         return parser
 
     def show_in(self, parser: CommandParser) -> None:
-        """Let --help of a parser show these options alone."""
+        """Let --help of a parser show only the options in `shown`, with the example."""
         parser.show_first(*self.shown, example=self.example)
 
 

@@ -193,7 +193,12 @@ def _most(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise SettingsError for options that do not go with --each."""
+    """Check the options that are used with --each, and make the directory of --out. With --ray,
+    `options.learn` becomes False, because documents must not depend on the machine.
+
+    Raises SettingsError for options that do not go with --each, and if that directory cannot be
+    made.
+    """
     if options.output is not None:
         raise SettingsError("-o is of one document; give --out DIR, or leave --each and --ray out")
     if options.ray is not None and options.learn:

@@ -182,7 +182,7 @@ class _LoadMode(argparse.Action):
     """Read -lm as settings of memory mapping and locking."""
 
     def __call__(self, _parser: Any, namespace: Any, values: Any, _option: Any = None) -> None:
-        """Store both settings."""
+        """Store whether the file is mapped, and whether it is locked in memory."""
         namespace.use_mmap, namespace.use_mlock = LOAD_MODES[values]
 
 

@@ -199,7 +199,9 @@ class _Grammar:
         found = {
             lexemes[i].part for i, each in enumerate(machines) if self._takes(each, each, after[i])
         }
-        if found:  # Once these are cut, fewer of the others conflict.
+        # Parts that conflict with themselves come first: once they are no lexemes any more, fewer
+        # pairs are left to compare.
+        if found:
             return found
         before = follows.before()
         for (i, shorter), (j, longer) in itertools.permutations(enumerate(machines), 2):
@@ -532,7 +534,7 @@ def _may_be_empty(part: Part) -> bool:
 
 
 def _not_empty(part: Part) -> Part:
-    """Return a part without the empty text."""
+    """Return a part that matches the same texts as `part`, except for the empty one."""
     if not _may_be_empty(part):
         return part
     match part:

@@ -45,7 +45,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 limits = LLParserLimits(**json.loads(sys.argv[3]))
 LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode(), log_level=0, limits=limits)
 """
-"""Compiles what it reads. Its errors do not matter: they are found again, with their sentences."""
+"""The program of a child process: it compiles the constraint on its standard input within limited
+memory, so that only the child dies of a costly one. It reports no errors, because this process
+compiles the constraint once more and reports them in its own words.
+"""
 
 
 class Trials:

@@ -97,8 +97,8 @@ _RAW = np.dtype(np.void)  # The writer uses only raw_dtype, and takes shapes as 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """Hold the result of a conversion; `tensor_types` has pairs (type, number of tensors), ordered
-    by bytes, the most first.
+    """Hold the result of a conversion; `tensor_types` has pairs (type, number of tensors), in the
+    order of the largest tensor of each type, the largest first.
     """
 
     source: Path

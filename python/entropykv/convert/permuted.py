@@ -42,8 +42,8 @@ class PermutedTernary(TernaryTensor):
         return math.lcm(self.head_dim, self.inner.row_step)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Read `count` rows in the new order from row `first` on, which is a multiple of
-        row_step.
+        """Return `count` rows without their scale, (count, columns), in the order of the llama
+        graph, from row `first` on; both numbers must be multiples of row_step.
         """
         return permuted_rows(self.inner.rows(first, count), self.head_dim)
 

@@ -136,9 +136,9 @@ def _as_tools(functions: Sequence[Any] | None) -> list[Any] | None:
 
 
 def _chosen_tool(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the function that must be called; None if none must be.
+    """Return the function that tool_choice or function_call names; None if neither names one.
 
-    Raises SettingsError for one that is not among the tools.
+    Raises SettingsError for a name that is not among the tools.
     """
     choice = given["tool_choice"] or given["function_call"]
     if not isinstance(choice, dict):

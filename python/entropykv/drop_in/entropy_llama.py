@@ -796,7 +796,9 @@ class EntropyLlama(llama_cpp.Llama):
         """
         if self._draws_seeds if seed is None else is_random_seed(seed):
             seed = new_seed()
-        if seed is None:  # With the random numbers of llama_cpp.Llama, its seeds give its answers.
+        # llama_cpp.Llama draws the seeds of answers from the model's seed in this way; so equal
+        # seeds give equal answers.
+        if seed is None:
             seed = random.Random(self._seed).randint(0, 2**32)  # noqa: S311
         self.set_seed(seed)
 

@@ -20,9 +20,11 @@ class Agreement:
     """Hold how close a model's predictions of a text are to those of a reference."""
 
     kl: float
-    """The mean KL divergence of these predictions from the reference's, in nats."""
+    """The mean KL divergence of the model's predictions from the reference's, in nats."""
     top1: float
-    """The share of tokens whose most probable successor is the same in both."""
+    """The fraction of positions at which the model and the reference hold the same next token most
+    probable.
+    """
     perplexity_ratio: float
     """The perplexity of the text divided by the reference's."""
 

@@ -19,7 +19,9 @@ from entropykv.policy.names import AUTO
 
 
 class Evaluation:
-    """Measure the parts of an evaluation for every combination, and keep the figures in a log."""
+    """Measure the parts of an evaluation for every combination of policy, budget and other
+    settings, and keep the figures in a log.
+    """
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ def is_tuning(text: Text, tuning_share: float) -> bool:
 
 
 def part_of(texts: Sequence[Text], part: str, tuning_share: float) -> list[Text]:
-    """Return the texts of part `all`, `tuning` or `held-out`; raises ContextError if there are
-    none.
+    """Return the texts of part `all`, `tuning` or `held-out`; `tuning_share`: the fraction, from 0
+    to 1, that is for tuning. Raises ContextError if no text is in one of the last two.
     """
     if part == "all":
         return list(texts)

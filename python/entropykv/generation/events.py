@@ -266,7 +266,7 @@ class StopFinder:
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None
-        """The text that was found, and ends the answer."""
+        """The stop text that was found, and ends the answer; None until then."""
 
     def take(self, text: str) -> str:
         """Add the next piece; returns what can be shown now: nothing of a text that ends the

@@ -175,8 +175,8 @@ class _Fetching:
     def _convert(
         self, listing: Listing, source: Path, files: Sequence[HubFile], target: Path
     ) -> Path:
-        """Convert `source`, made of `files`, unless the result for an earlier commit with equal
-        files exists.
+        """Return `target`, as a link to the result for an earlier commit with equal files if that
+        is possible, else converted from `source`, which was made of `files`.
         """
         earlier = None
         if self.folder is None:

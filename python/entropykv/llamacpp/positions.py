@@ -27,9 +27,9 @@ from entropykv.settings.cache_options import CacheOptions
 STEPS = 4
 """A shift is a multiple of limit / STEPS.
 
-Therefore the newest 3/4 of the limit always keep their exact distances, and no stored key is
-rotated more than STEPS times before it is clamped. The rounding errors of rotating a key do not
-accumulate beyond that, however long the session is.
+Therefore, while a text grows, at least the newest 3/4 of the limit have the distances that they
+have in the text, and no stored key is rotated more than STEPS times before it is clamped. The
+rounding errors of rotating a key do not accumulate beyond that, however long the session is.
 """
 
 

@@ -82,7 +82,9 @@ def read_header(path: str | os.PathLike[str]) -> bytes:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Convert every error that gguf and numpy raise for a damaged header to a ModelFileError."""
+    """Convert errors of reading a header in the `with` block to a ModelFileError: those of gguf and
+    numpy for a damaged one, and those of the system. An EntropyKVError stays as it is.
+    """
     try:
         yield
     except EntropyKVError:

@@ -131,8 +131,9 @@ def _flag(fields: Iterable[str]) -> str:
 
 
 _MOST_HALVES = 0.075
-"""The largest fraction of the bytes of weights that may be F16 if llama.cpp computes their
-products, and drafts are read that the user did not ask for.
+"""The largest fraction of the bytes of weights that may be F16 where drafts are read without being
+asked for, if llama.cpp computes their products: a token read with drafts gets other bits there than
+alone.
 """
 
 
@@ -288,7 +289,7 @@ class ResolvedConfig:
     @property
     def untaught(self) -> str | None:
         """Return how policy `auto` could rank entries better on a device, where no predictor is
-        learnt; None if it has one, and for other policies and stores.
+        learnt; None if it has one, with freezing, and for other policies and stores.
         """
         by_itself = self.store == "device" and self.options.policy == AUTO and self.freezing is None
         if not by_itself or predictor_of(self.profile, self.learnt) is not None:

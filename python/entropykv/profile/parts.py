@@ -54,14 +54,16 @@ class Fingerprint:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def is_of_file(self, other: Fingerprint) -> bool:
-        """Tell whether both belong to the same file: equal headers, and norms that do not
-        differ.
+        """Tell whether this fingerprint and `other` belong to the same file: equal headers, and
+        norms that do not differ.
         """
         norms = {self.norms_sha256, other.norms_sha256} - {None}
         return self.header_sha256 == other.header_sha256 and len(norms) < 2
 
     def is_of_weights(self, other: Fingerprint) -> bool:
-        """Tell whether both belong to the same weights, in any quantisation."""
+        """Tell whether this fingerprint and `other` belong to the same weights, in any
+        quantisation.
+        """
         ours, theirs = (
             (of.architecture, of.n_vocab, of.head_dim_k, of.head_dim_v, of.norms_sha256)
             for of in (self, other)

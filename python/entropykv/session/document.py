@@ -58,8 +58,9 @@ def read_document(
     text, model and settings is continued, which gives the same bytes; any other one is replaced.
     The file appears complete or not at all.
 
-    Raises ContextError for an empty or too long text, and SessionFileError if the file cannot be
-    written or another process reads a document into it.
+    Raises ContextError for an empty or too long text, and for a system message if the model has no
+    chat template; SessionFileError if the file cannot be written or another process reads a
+    document into it.
     """
     path = Path(path)
     tokens = _document_tokens(session, text, system)

@@ -217,7 +217,7 @@ class DocumentFolder:
         """Remove a document, if there is one; returns False if a process of this machine holds it.
 
         A document is held by a process that has called hold(), not by one that only waits for it.
-        Raises OSError.
+        Raises OSError if a file cannot be removed.
         """
         with self._lock:
             use = self._uses.get(path)

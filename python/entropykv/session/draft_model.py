@@ -208,7 +208,8 @@ class ModelDrafter:
 
 
 def check_vocabulary(draft: Model, target: Model) -> None:
-    """Raise SettingsError unless both models have the same tokens, as far as llama.cpp requires it.
+    """Raise SettingsError unless the draft model and the target have the same tokens, as far as
+    llama.cpp requires it.
 
     It compares the kind of vocabulary, the tokens that begin and end texts, the sizes, and the
     texts of the tokens that exist in both.

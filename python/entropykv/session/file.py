@@ -111,7 +111,7 @@ class DocumentNote:
     was interrupted, the session has read fewer.
     """
     full_bytes: int
-    """The bytes that a full cache in f16 would take for these tokens."""
+    """The bytes that a full cache in f16 would take for the whole text."""
     system: str | None = None
     """The system message before the text; the header contains it only if there is one."""
     template: str | None = None

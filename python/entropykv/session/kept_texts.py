@@ -75,7 +75,7 @@ class InPool:
         return replace(self, pages=self.pages.copy())
 
     def drop(self) -> None:
-        """Give the pages back."""
+        """Give the pages back to the pool; nothing can be read from them afterwards."""
         self.pages.drop()
 
 
@@ -96,7 +96,7 @@ class Outside:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of all sections."""
+        """Return how many bytes the sections of the saved state take together."""
         return sum(self.state.section_bytes)
 
     def saved(self) -> SavedState:

@@ -28,7 +28,7 @@ class MemoryPlan:
     """Hold bytes of weights and KV cache, for the full cache and for the budget."""
 
     config: ResolvedConfig
-    """The resolved config, which is the same as a session's."""
+    """The resolved settings, equal to those of a session that is opened with the same options."""
     plan: HeadwisePlan | FlatPlan
     """The plan of each conversation; in a shared pool, of an equal part."""
 

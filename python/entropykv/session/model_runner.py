@@ -139,8 +139,10 @@ class ModelRunner:
 
     @property
     def untaught(self) -> str | None:
-        """Return a sentence for the user about how a predictor, which is not learnt on a device,
-        would rank entries better; None if there is a predictor, or if the model allows none.
+        """Return a sentence for the user if policy `auto` ranks entries by the last queries alone,
+        because the device store has no predictor and learns none. None if there is a predictor, for
+        other stores and policies, with freezing, and for a model whose RoPE allows no predictor on
+        a device.
         """
         context = self.factory.context
         if isinstance(context, DeviceContext) and context.hook.rope_obstacle:

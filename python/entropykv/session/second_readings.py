@@ -363,7 +363,8 @@ class PredictorFit:
         elif self.predictor is not None:
             then = "later ones are read once"
         elif known >= self.n_needed:
-            # Only what closed a round counts: a text of a few tokens has taught nothing yet.
+            # Only a text that completed a round of lessons counts, so a text of a few tokens has
+            # taught nothing yet.
             n_texts = 0 if self.learnt is None else min(self.learnt.n_texts, LEAST_TEXTS)
             then = (
                 f"{n_texts} of {LEAST_TEXTS} texts have taught something, "

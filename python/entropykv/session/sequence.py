@@ -53,7 +53,9 @@ class ImageSpans:
     """Hold the places of all images of a text, in their order."""
 
     def __init__(self, spans: Sequence[ImageSpan] = ()) -> None:
-        """Store spans that do not overlap, in the order of the text."""
+        """Store the spans of a text's images, which must be in the order of the text and must not
+        overlap.
+        """
         self._spans = list(spans)
 
     def __iter__(self) -> Iterator[ImageSpan]:
@@ -140,7 +142,7 @@ class TokenSequence:
         self.n_taught = 0
         """How many of its tokens have given lessons, or were known from those of another text."""
         self._taught_to = 0
-        """The position after the last of them."""
+        """The position after the last token that has given lessons, or was known."""
         self.images = ImageSpans()
         """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)

@@ -22,7 +22,7 @@ from entropykv.errors import BudgetError, SettingsError
 KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
 """The types that the extension stores: of K and V, or of K / of V. --help needs not wait for it."""
 KV_PARTS = {kv_type: (kv_type.split("/")[0], kv_type.split("/")[-1]) for kv_type in KV_TYPES}
-"""The types of K and of V, by the type of both."""
+"""The types of K and of V, by the names in KV_TYPES."""
 KV_CHOICES = ("auto", *KV_TYPES)
 STORES = ("auto", "headwise", "device", "flat")
 

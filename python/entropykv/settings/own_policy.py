@@ -55,7 +55,9 @@ class MicroBatchSeen:
     positions: Callable[[int, int], npt.NDArray[np.int32]]
     """positions(layer, kv_head) returns the positions of kept entries, ascending, (n,)."""
     importance: Callable[[int, int], npt.NDArray[np.float32]]
-    """importance(layer, kv_head) returns the importance of these entries, (n,)."""
+    """importance(layer, kv_head) returns the importance of the kept entries, in the order of their
+    positions, (n,).
+    """
 
 
 class OwnPolicy:

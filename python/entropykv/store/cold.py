@@ -380,7 +380,10 @@ class ColdSide:
             raise error
 
     def thaw(self, rung: Rung, window: int, position: int) -> int:
-        """Restore the frozen entries of a rung of the recovery ladder: see SessionCache.thaw()."""
+        """Restore the frozen entries of a rung of the recovery ladder, after `position` tokens;
+        returns how many entries of all KV heads. For rungs and `window` (in tokens) see
+        SessionCache.thaw().
+        """
         if self._store is None:
             return 0
         now = position - 1

@@ -173,8 +173,8 @@ class HeadwiseStore(KvHeadStore):
     learning: ScorePrediction
     _store: _core.HeadwiseStore
     _longest: int | None = None
-    """The most tokens that its text may have, if the share holds all of them; None: the whole
-    context.
+    """The most tokens that the text may have, if the share of the pool holds all entries of so
+    many; None: the whole context.
     """
 
     def __init__(

@@ -166,7 +166,7 @@ class TokensToRead(NamedTuple):
     n_tokens: int
     """How many tokens of its text are read, with drafts; 0 if there is only an echo."""
     position: int
-    """The position of the first of these tokens in the text."""
+    """The position in the text of the first token that is read."""
     n_echo: int = 0
     """How many tokens of an echo follow, of which nothing is kept."""
     n_drafts: int = 0

@@ -63,8 +63,8 @@ class Rules:
     expected_lookups: float = 0.0
     """The weight of predictions relative to what queries gave; 0: nothing is predicted."""
     schedule: Schedule | None = None
-    """The freeze schedule, under which every query counts for every entry; None without
-    freezing.
+    """The freeze schedule; with one, the queries of every step give importance to all entries, also
+    to their neighbours. None: nothing is frozen.
     """
 
     @property

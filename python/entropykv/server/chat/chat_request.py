@@ -269,7 +269,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return question_prompt(job, parts)
 
     def prompt_parts(self, model: LoadedModel, use: ToolUse | None) -> ChatParts:
-        """Return the arguments of the chat template for this request; raises RequestError."""
+        """Return the arguments of the chat template for this request; `use`: its tools, or None.
+        Raises RequestError for messages that the model or its template cannot show.
+        """
         images = ImageParts(model.images)
         messages = self.shown_messages(model, use, images)
         continues = self._continues()

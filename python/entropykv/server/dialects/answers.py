@@ -175,7 +175,9 @@ class AnswerForm:
     echoes: bool = False
     """Whether the text of the prompt is repeated before the answer."""
     verbose: bool = False
-    """Whether a whole answer has the text of its prompt."""
+    """Whether an answer that is not streamed repeats the text of its prompt, in the field
+    __verbose.
+    """
 
     def parts(self, events: Iterator[Event], *, whole: bool = False) -> Iterator[SaidPart]:
         """Yield what each event adds to an answer; that the prompt was read adds nothing.

@@ -396,7 +396,9 @@ def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             answer = {"tool_call_id": item.get("call_id"), "content": item.get("output")}
             messages.append({"role": "tool", **answer})
-        elif kind != "reasoning":  # As in OpenAI's API, thoughts are not shown to the model again.
+        # Thoughts are accepted, and not shown to the model again. (OpenAI shows it those around
+        # function calls again.)
+        elif kind != "reasoning":
             raise RequestError(
                 400, f"input.{index}: items of type {kind!r} are not possible here", param="input"
             )

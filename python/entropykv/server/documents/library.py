@@ -293,7 +293,7 @@ class DocumentLibrary:
     def resumed(self, document: DocumentId) -> Reading | None:
         """Return a reading that continues an interrupted one; None if there is none.
 
-        A text that was accepted is newer than a partial file of another text.
+        A text that was accepted is preferred to a partial file, because it is newer.
         """
         path = self.path(document)
         if (accepted := read_accepted(text_file_of(path))) is not None:

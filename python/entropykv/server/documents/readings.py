@@ -304,11 +304,11 @@ class Readings:
     def end(
         self, path: Path, reading: Reading, error: str | None, *, goes_on: bool = False
     ) -> Removal | None:
-        """End a reading; returns its deletion, if it was deleted: then the caller removes the files
-        and calls finish().
+        """End the reading of the document at `path`. Returns the Removal of a document that was
+        deleted meanwhile, whose files the caller then removes before it calls finish(); else None.
 
-        `error` is the sentence that says why it failed. `goes_on`: whether it was stopped and can
-        continue later, for which the file of its text stays.
+        `error`: the sentence that says why reading failed; None if it did not fail. `goes_on`: True
+        if the reading was stopped and can continue later, so that the file of its text stays.
         """
         with self._changed:
             _let_go(reading, goes_on=goes_on)

@@ -70,7 +70,7 @@ class _WaitingPrompt:
 
     tokens: array[int]
     shared: int
-    """How many tokens both prompts have in common."""
+    """How many tokens, from the first on, this prompt shares with the one that is being read."""
     copy: Future[tuple[Session, int] | None] = field(default_factory=Future)
     """The copy, and the position up to which it is useful; None if there is none."""
 

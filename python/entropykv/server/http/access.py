@@ -174,7 +174,9 @@ class Caller:
     """Hold the user of a request, and the name of the conversation that it continues."""
 
     user: str = ALL
-    """The id of the API key in the request."""
+    """The id of the API key in the request, which stands for the user; ALL on a server without
+    keys.
+    """
     name: str | None = None
     """The value of X-Session-Id, or of the field `user`; None: the text itself identifies the
     conversation.

@@ -85,7 +85,8 @@ class _Figures(Collector):
 
         def add(name: str, value: float, text: str, labels: dict[str, str]) -> None:
             name = f"entropykv_{name}"
-            base = name.removesuffix("_total")  # Prometheus adds it again to the names of counters.
+            # prometheus_client appends `_total` to the names of counters.
+            base = name.removesuffix("_total")
             kind = "gauge" if base == name else "counter"
             metrics.setdefault(name, Metric(base, text, kind)).add_sample(name, labels, value)
 

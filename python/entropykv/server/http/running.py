@@ -218,8 +218,9 @@ def serve(
     page: WebDefaults | None = None,
     when_listening: Callable[[str], object] | None = None,
 ) -> None:
-    """Serve until a signal; raises SettingsError for an address that is in use, and the errors of
-    create_app().
+    """Serve until a signal. Ends the process at once if a model is still being loaded then. `page`:
+    defaults of the web page. Raises SettingsError for an address that cannot be bound, and the
+    errors of create_app().
 
     `when_listening` is called with the address once requests are answered, which is before the
     model is loaded.
