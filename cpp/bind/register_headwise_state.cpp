@@ -101,7 +101,7 @@ void register_headwise_state(py::class_<HeadwiseStore>& store) {
                 return HeadLoader(self.store.components())
                     .adopt(file, counts, addresses_of<const std::byte>(states));
             },
-            py::arg("file"), py::arg("counts"), py::arg("states"))
+            py::arg("file").none(false), py::arg("counts"), py::arg("states"))
         .def("check_files", [](HeadwiseStore& self) { self.store.check_files(); })
         .def(
             "load_head",

@@ -68,7 +68,11 @@ void register_rope_params(py::module_& m) {
         .def_readonly("beta_fast", &RopeParams::beta_fast)
         .def_readonly("beta_slow", &RopeParams::beta_slow)
         .def_readonly("freq_factors", &RopeParams::freq_factors)
-        .def_property_readonly("frequencies", &rope_frequencies);
+        .def_property_readonly("frequencies", [](const RopeParams& self) {
+            if (!fits(self, self.offset + self.n_dims))
+                throw std::invalid_argument("n_dims, offset and freq_factors are not of one RoPE");
+            return rope_frequencies(self);
+        });
     m.def(
         "key_centre",
         [](const std::vector<float>& bias, const std::vector<float>& spread, const RopeParams& rope,

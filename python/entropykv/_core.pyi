@@ -191,7 +191,8 @@ class RopeParams:
     @property
     def frequencies(self) -> list[float]:
         """Return by how many radians each pair of values turns from one position to the next,
-        (n_dims / 2).
+        (n_dims / 2). Raises ValueError if `n_dims` is odd or negative, or if there are fewer
+        `freq_factors` than pairs, unless there are none.
         """
 
 def key_centre(

@@ -158,6 +158,12 @@ def test_a_store_that_cannot_be_is_not_made(changes: dict[str, Any]) -> None:
         store_of(**changes)
 
 
+def test_entries_are_not_adopted_from_no_file() -> None:
+    no_file: Any = None
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        store_of().adopt(no_file, [], [])
+
+
 def test_numbers_beyond_all_limits_are_refused() -> None:
     store = store_of()
     for n_sinks, recent in ((-1, 4), (2, -1), (MOST + 1, 4), (2, 2**31 - 1), (MOST, MOST)):

@@ -231,3 +231,12 @@ def test_too_many_sinks_are_refused_only_beyond_the_trained_context() -> None:
     check_sinks(200, 256, 256)
     with pytest.raises(ContextError, match="use at most 64"):
         check_sinks(65, 257, 256)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [_core.RopeParams(8, freq_factors=[1.0, 2.0]), _core.RopeParams(7), _core.RopeParams(-2)],
+)
+def test_frequencies_of_an_impossible_rope_are_refused(rope: _core.RopeParams) -> None:
+    with pytest.raises(ValueError, match="not of one RoPE"):
+        _ = rope.frequencies
