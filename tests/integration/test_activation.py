@@ -15,7 +15,7 @@ from entropykv import Session, UnsupportedModelError, _core
 from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.context import let_hook_change
 from entropykv.llamacpp.model import Model
-from tests.support.command import assert_refused, refusal
+from tests.support.command import assert_refused, entropykv
 from tests.support.logits import Logits, relative_error, tokens_for
 from tests.support.model_reference import ModelReference
 from tests.support.tiny_models import write_bitnet, write_gemma, write_llama
@@ -100,7 +100,7 @@ def test_a_graph_without_such_gates_is_refused(store: str, tmp_path: Path) -> No
         session.reset()
         with pytest.raises(UnsupportedModelError, match="convert the model again"):
             session.decode([5, 6])
-    assert_refused(refusal("run", "-m", path, "-p", "the", "--store", store), "squared ReLU")
+    assert_refused(entropykv("run", "-m", path, "-p", "the", "--store", store), "squared ReLU")
 
 
 def test_offloaded_layers_are_refused(relu2_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     write_bitnet(path, activation="gelu")
     for command in (("run", "-p", "the"), ("plan",)):
-        result = refusal(command[0], "-m", path, *command[1:])
+        result = entropykv(command[0], "-m", path, *command[1:])
         assert_refused(result, "odd.gguf", "'gelu'", "silu, relu2", "convert the model again")
 
 

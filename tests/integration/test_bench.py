@@ -12,7 +12,7 @@ from entropykv import Session, _core
 from entropykv.cli.bench import attention_bandwidth
 from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, read_bandwidth
 from entropykv.model.geometry import read_geometry
-from tests.support.command import assert_refused, entropykv, refusal
+from tests.support.command import assert_refused, entropykv
 
 
 def row(name: str, kv_bytes: int, decode_speed: float) -> BenchRow:
@@ -111,8 +111,8 @@ def test_drafts_are_measured_with_the_same_texts(pool_llama: Path, tmp_path: Pat
     assert [row["task"] for row in rows] == ["copy", "quote", "table", "prose"]
     assert all(row["same"] and row["ratio"] > 0 for row in rows)
     assert "not the same" not in result.stdout
-    assert_refused(refusal("bench", "-m", pool_llama, "--spec", "--spec-type", "none"), "none")
-    assert_refused(refusal("bench", "-m", pool_llama, "-md", pool_llama), "--spec")
+    assert_refused(entropykv("bench", "-m", pool_llama, "--spec", "--spec-type", "none"), "none")
+    assert_refused(entropykv("bench", "-m", pool_llama, "-md", pool_llama), "--spec")
 
 
 def test_attention_bandwidth_is_the_slope_between_budgets() -> None:
@@ -133,9 +133,9 @@ def test_read_bandwidth_is_that_of_memory() -> None:
 
 
 def test_bad_input_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
-    assert_refused(refusal("bench", "-m", "no-such.gguf"), "no-such.gguf")
-    assert_refused(refusal("bench", "-m", tiny_llama, "--json", tmp_path), str(tmp_path))
-    assert_refused(refusal("bench", "-m", tiny_llama, "--kv-types", "q5_0"), "q5_0")
+    assert_refused(entropykv("bench", "-m", "no-such.gguf"), "no-such.gguf")
+    assert_refused(entropykv("bench", "-m", tiny_llama, "--json", tmp_path), str(tmp_path))
+    assert_refused(entropykv("bench", "-m", tiny_llama, "--kv-types", "q5_0"), "q5_0")
     for arguments in (("--budgets", "0"), ("--budgets", "1.5"), ("--lengths", "8")):
         result = entropykv("bench", "-m", tiny_llama, *arguments)
         assert result.returncode == 2

@@ -17,7 +17,7 @@ import pytest
 from entropykv import EntropyProfile
 from entropykv.cli import main
 from tests.support.calibration_texts import HAS_TRANSFORMERS, WORDS
-from tests.support.command import assert_refused, entropykv, refusal, started
+from tests.support.command import assert_refused, entropykv, started
 
 SCRIPT = Path(__file__).resolve().parents[2] / "calibration" / "calibrate_entropy.py"
 
@@ -78,7 +78,7 @@ def test_bad_arguments_of_calibrate(tiny_llama: Path, tmp_path: Path) -> None:
         (("--hf", tmp_path / "nowhere", *out), "nowhere" if HAS_TRANSFORMERS else "entropykv[hf]"),
     ]
     for arguments, word in calls:
-        assert_refused(refusal("calibrate", *arguments), word)
+        assert_refused(entropykv("calibrate", *arguments), word)
     assert os.listdir(tmp_path) == []
 
 

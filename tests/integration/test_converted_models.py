@@ -13,7 +13,7 @@ from gguf import GGUFReader
 from entropykv import Session
 from entropykv.convert import convert
 from entropykv.model.geometry import read_geometry
-from tests.support.command import assert_refused, entropykv, python, refusal, started
+from tests.support.command import assert_refused, entropykv, python, started
 from tests.support.exact_logits import TOKENS, exact_logits
 from tests.support.i2s_files import I2sModel
 from tests.support.logits import relative_error
@@ -127,14 +127,14 @@ def test_convert_and_run_on_the_command_line(tmp_path: Path) -> None:
 
 def test_run_names_the_command_that_converts(tmp_path: Path) -> None:
     source = I2sModel().write(tmp_path / "i2s.gguf")
-    result = refusal("run", "-m", source, "-p", "the")
+    result = entropykv("run", "-m", source, "-p", "the")
     assert_refused(result, f"entropykv convert {source}")
 
 
 @pytest.mark.needs("/dev/full")
 def test_a_device_is_no_output(tmp_path: Path) -> None:
     source = I2sModel().write(tmp_path / "i2s.gguf")
-    assert_refused(refusal("convert", source, "/dev/full", "--force"), "regular file")
+    assert_refused(entropykv("convert", source, "/dev/full", "--force"), "regular file")
 
 
 @pytest.mark.needs("resource.setrlimit")

@@ -12,7 +12,7 @@ import pytest
 from entropykv.cli import request_options
 from entropykv.cli.conversation import Conversation
 from entropykv.settings.sampling import Sampling
-from tests.support.command import assert_refused, entropykv, refusal
+from tests.support.command import assert_refused, entropykv
 from tests.support.image_reference import MARKER
 from tests.support.tiny_vision import png
 from tests.support.vision_models import VisionModel, prompt_of, write_vision
@@ -100,7 +100,7 @@ def test_refuses_by_name(
     names = {"IMAGE": image, "MODEL": model.path, "MMPROJ": model.projector, "FOLDER": image.parent}
     given = [names.get(option, option) for option in options]
     for command in ("run", "chat"):
-        assert_refused(refusal(command, "-m", model.path, *given, *OPTIONS, "-p", "a"), *words)
+        assert_refused(entropykv(command, "-m", model.path, *given, *OPTIONS, "-p", "a"), *words)
 
 
 def test_refuses_another_number_of_places_than_of_images(model: VisionModel, image: Path) -> None:

@@ -22,7 +22,7 @@ from entropykv.cli import answer as answers
 from entropykv.cli import main
 from entropykv.cli.terminal import Interrupts
 from entropykv.session.reader import SequenceReader
-from tests.support.command import assert_refused, entropykv, refusal
+from tests.support.command import assert_refused, entropykv
 
 SMALL = ("-c", "64", "-n", "4", "-t", "1", "--temp", "0")
 
@@ -225,9 +225,9 @@ def test_a_name_of_the_hub_is_pointed_to_hf(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")  # Nothing of such a name lies there, or beside it.
     for name in ("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "user/some.model:Q8_0"):
-        assert_refused(refusal("plan", "-m", name), "no such file", f"with -hf {name}")
+        assert_refused(entropykv("plan", "-m", name), "no such file", f"with -hf {name}")
     for path in ("models/none.gguf", "/models/none", "none.gguf", "../a/b"):
-        result = refusal("plan", "-m", path)
+        result = entropykv("plan", "-m", path)
         assert_refused(result, "no such file")
         assert "-hf" not in result.stderr
 
@@ -244,12 +244,12 @@ def test_a_model_whose_package_is_missing_is_refused_with_the_package(
 
 
 def test_a_directory_is_refused_once_and_its_model_is_named(tmp_path: Path) -> None:
-    empty = refusal("plan", "-m", tmp_path)
+    empty = entropykv("plan", "-m", tmp_path)
     assert_refused(empty, f"{tmp_path}: is a directory; give the path of a GGUF file")
     assert empty.stderr.count("is a directory") == 1
     for name in ("b.gguf", "a.gguf"):
         (tmp_path / name).touch()
-    assert_refused(refusal("plan", "-m", tmp_path), f"such as {tmp_path / 'a.gguf'}")
+    assert_refused(entropykv("plan", "-m", tmp_path), f"such as {tmp_path / 'a.gguf'}")
 
 
 def test_a_disk_without_room_for_a_session_says_how_much_is_missing(

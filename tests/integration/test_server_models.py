@@ -19,7 +19,7 @@ from entropykv.errors import SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServerOptions, create_app
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.held_model import estimate_memory
-from tests.support.command import assert_refused, refusal
+from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
 from tests.support.several_models import WORDS, Running, catalog_of, running, write_models
 from tests.support.tiny_models import write_llama
@@ -530,4 +530,4 @@ def test_replicas_and_options_that_cannot_be_are_refused(tmp_path: Path) -> None
         (["--models-dir", str(tmp_path), "--models-memory", "8"], "--models-memory"),
         (["--models-dir", str(tmp_path / "away")], "--models-dir"),
     ):
-        assert_refused(refusal("serve", *words), said)
+        assert_refused(entropykv("serve", *words), said)

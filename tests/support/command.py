@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
-
-from entropykv.cli import main
 
 Result = subprocess.CompletedProcess[str]
 
@@ -25,22 +21,6 @@ def entropykv(*arguments: object, stdin: str | None = None) -> Result:
         timeout=120,
         check=False,
     )
-
-
-def refusal(*arguments: object, stdin: str = "") -> Result:
-    """Run the command line in this process, because another one takes a second to start, which
-    adds up where many inputs are refused.
-    """
-    given = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-    out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    words = [*map(str, arguments)]
-    with mock.patch.multiple(sys, stdin=given, stdout=out, stderr=errors):
-        try:
-            code: Any = main(words)
-        except SystemExit as end:  # argparse does so.
-            code = end.code
-    shown, said = (stream.buffer.getvalue().decode() for stream in (out, errors))  # type: ignore[attr-defined]
-    return Result(words, code, shown, said)
 
 
 def python(program: str, *arguments: object, code: int = 0, **options: Any) -> Result:
