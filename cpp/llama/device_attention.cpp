@@ -230,7 +230,11 @@ std::size_t DeviceAttention::scratch_bytes() const {
         const std::size_t n = index_of(layers_.front().layer->n_places());
         bytes += (singles_->bytes() + n - 1) / n;
     }
-    for (const Served& served : layers_) bytes += served.predictor.weights.size() * sizeof(float);
+    for (const Served& served : layers_) {
+        bytes += served.predictor.weights.size() * sizeof(float);
+        for (const DeviceHead& head : served.layer->heads())
+            bytes += head.moves.capacity() * sizeof(RowMove);
+    }
     return bytes;
 }
 
