@@ -12,7 +12,8 @@ namespace entropykv {
 
 class DroppedScores {
 public:
-    // Scores below the first octave, 2^kFirstOctave, or above the last one count in that octave.
+    // Octave 0 begins at 2^kFirstOctave. It also counts lower scores; the last octave also counts
+    // higher ones than it has.
     static constexpr int kOctaves = 64;
     static constexpr int kFirstOctave = -40;
 
@@ -31,7 +32,8 @@ public:
         return n == 0 ? 0.0f : sums_[index(octave)] * shrunk_ / static_cast<float>(n);
     }
 
-    // Save and load the object as bytes for session files. Zeros mean that nothing was dropped.
+    // Save and load the object as bytes for session files. is_possible() tells whether save() can
+    // have written the bytes.
     static constexpr std::size_t state_bytes() {
         return sizeof(float) + kOctaves * (sizeof(std::uint32_t) + sizeof(float));
     }
@@ -50,8 +52,9 @@ private:
     std::array<float, kOctaves> sums_{};
 };
 
-// losses[i] becomes the sum of all but the largest knots[i] of n scores and the dropped scores, of
-// which each counts `unit` times its octave's mean. Scores must descend, knots ascend.
+// Sets losses[i] to the sum of all but the largest knots[i] of n scores and the dropped scores,
+// where a dropped score counts as `unit` times the mean of its octave. Scores must descend, knots
+// ascend.
 void losses_at(const float* scores, int n, const DroppedScores& dropped, float unit,
                const std::vector<int>& knots, float* losses);
 

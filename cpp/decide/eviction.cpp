@@ -10,7 +10,7 @@
 namespace entropykv {
 namespace {
 
-// Of so few scores, the wanted one is searched among all.
+// Up to this number of scores, the wanted one is searched among all of them.
 constexpr int kFew = 512;
 // How many scores are looked at to guess between which two the wanted one is.
 constexpr int kSampled = 384;

@@ -41,9 +41,9 @@ constexpr int kMostDecodeRoom = 64;
 // Returns for how many tokens an eviction to a budget makes room at most, if tokens come one by
 // one: for more with a larger budget, where a selection takes longer.
 int most_decode_room(int budget);
-// Returns how many entries an eviction leaves after n_new new ones. If tokens come one by one, it
-// makes room for several (most_decode_room()), so that one selection serves many tokens. The room
-// is at most a quarter of the budget beyond the protected entries.
+// Returns how many entries an eviction leaves, including n_new new ones. If tokens come one by one,
+// it makes room for several (most_decode_room()), so that one selection serves many tokens. The
+// room is at most a quarter of the budget beyond the protected entries.
 int entries_to_keep(int budget, int n_new, const Protection& protection);
 
 // Marks in kept[0..n) which of n entries survive: all protected ones, then those with the highest

@@ -7,8 +7,8 @@
 
 namespace entropykv {
 
-// Returns the features of a layer whose keys are rotated by `rope`. Throws std::invalid_argument if
-// it does not fit the keys.
+// Returns where the features of a layer's entries lie. latent: the value is a part of the key.
+// Throws std::invalid_argument if `rope`, which rotates the keys, does not fit k_dim.
 FeatureShape feature_shape(int k_dim, int v_dim, bool latent, const RopeParams& rope);
 
 // Returns the share of attention whose logarithm was predicted, from kLeastPrediction to 1. A

@@ -35,7 +35,7 @@ struct FreezeSettings {
     std::size_t limit_bytes = 0;  // all KV heads share it; 0: no limit
     int recall_interval = 1;      // generated tokens from one recall to the next; 0: never
     std::optional<FreezeSchedule> schedule{};
-    int descriptor = -1;                   // an open file; -1: entries are frozen in memory
+    int descriptor = -1;  // of an open file that frozen entries go to; -1: to memory
     std::array<std::uint64_t, 2> nonce{};  // goes into the checksum of every page of the file
 };
 
@@ -47,12 +47,12 @@ struct Detections {
     std::int32_t number = 0;  // number of the current window
 };
 
-// Returns the counts after one more detection at `now`.
+// Returns the counts after one more detection at position `now`. history: see FreezeSchedule.
 Detections detected(Detections detections, std::int32_t now, int history);
-// Returns how many detections lie within the history. `now` must be the time of the last one.
+// Returns how many detections lie within the history. `now` must be the position of the last one.
 int count_detections(Detections detections, std::int32_t now, int history);
 
-// Returns for how many steps an entry is frozen.
+// Returns for how many steps an entry is frozen: floor(sqrt(detections) / rate), at most 1e9.
 int freeze_steps(int detections, float rate);
 
 }  // namespace entropykv

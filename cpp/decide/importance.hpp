@@ -51,11 +51,11 @@ struct Measure {
     // Computes the scores of n entries from their positions, higher for newer ones; null: scores
     // come from what was observed.
     void (*by_position)(const std::int32_t* positions, int n, std::int32_t newest, float* scores);
-    // Returns what must be observed of an entry so that the schedule does not detect it; null: it
-    // detects nothing.
+    // Returns what must be observed of an entry so that the schedule does not detect it; null: the
+    // schedule detects no entry.
     float (*detection_limit)(const DetectionQuery&);
-    // True if that limit is a share of attention. Recall must then ask for at least the same share,
-    // since the schedule would freeze the entry again otherwise.
+    // True if detection_limit is a share of attention. Recall must then ask for at least the same
+    // share, since the schedule would freeze the entry again otherwise.
     bool of_shares;
     float threshold;  // the default threshold of the schedule
 
@@ -134,7 +134,6 @@ private:
     std::uint32_t bits_;
 };
 
-// Says how entries are scored.
 struct ImportanceSettings {
     ScoreKind kind = ScoreKind::mass;
     float decay = 0.998f;          // per token

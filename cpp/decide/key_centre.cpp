@@ -41,7 +41,7 @@ void check(const std::vector<float>& bias, const std::vector<float>& spread, con
 KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& spread,
                      const RopeParams& rope, float magnitude) {
     check(bias, spread, rope, magnitude);
-    // Channels that are not rotated have lost their bias completely.
+    // The centre of a channel that is not rotated is its whole bias.
     KeyCentre found{bias, {}};
     std::vector<double> sizes;
     for (const float of_channel : spread) sizes.push_back(std::abs(double{of_channel}));
@@ -55,7 +55,7 @@ KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& s
             of_pair * mean_turn(frequencies[index(i)]) * double{magnitude};
         found.centre[first] = static_cast<float>(mean.real());
         found.centre[second] = static_cast<float>(mean.imag());
-        // The mean of squares per channel: of what is left of the bias, and of the rest of the key.
+        // The size of a channel is the root of the mean square of what the centre leaves of a key.
         const double left =
             std::norm(of_pair) * double{magnitude} * double{magnitude} - std::norm(mean);
         const double rest = double{magnitude} * std::hypot(spread[first], spread[second]);

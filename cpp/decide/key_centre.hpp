@@ -1,9 +1,9 @@
 // Decides how the keys of a KV head are stored where the model adds a bias to them: without what
 // the bias contributes to nearly every key, and in units of their channels. In q8_0, 32 channels
-// share a scale, so a few channels with a large bias would make the others coarse. Every logit of a
-// query changes by q.centre, which leaves a softmax as it is, if the query is multiplied by the
-// units. (Biases are known before the first key; KIVI, Liu et al. 2024, arXiv:2402.02750, finds the
-// same channels by quantising groups of keys together.)
+// share a scale, so a few channels with a large bias would make the others coarse. A query is
+// multiplied by the units. Then all of its logits change by the same q.centre, which leaves a
+// softmax as it is. (Biases are known before the first key; KIVI, Liu et al. 2024,
+// arXiv:2402.02750, finds the same channels by quantising groups of keys together.)
 #pragma once
 
 #include <vector>
@@ -22,10 +22,10 @@ struct KeyCentre {
 constexpr int kCentredPositions = 8192;
 
 // Returns how to store keys to which a bias is added before RoPE. spread: the standard deviations
-// of what it is added to. Both are [k_dim]. magnitude: by which RoPE multiplies keys. The channels
-// of a pair have the same unit, so that rotating a stored pair changes neither. Throws
-// std::invalid_argument if the numbers of values differ or do not fit the RoPE, or if a value is
-// not finite.
+// of a key without its bias; bias and spread are [k_dim]. magnitude: the factor by which RoPE
+// multiplies keys. The channels of a pair have the same unit, so that rotating a stored pair
+// changes neither. Throws std::invalid_argument if bias and spread differ in length or do not fit
+// the RoPE, or if a value is not finite.
 KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& spread,
                      const RopeParams& rope, float magnitude);
 

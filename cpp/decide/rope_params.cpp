@@ -8,8 +8,8 @@ namespace {
 
 constexpr double kPi = 3.14159265358979323846;
 
-// Computes what ggml_rope_yarn_corr_dims computes: between two pairs, interpolation takes over
-// gradually.
+// Holds the pairs between which YaRN gradually takes over interpolation, as computed by
+// ggml_rope_yarn_corr_dims.
 struct YarnRange {
     double first;
     double last;

@@ -68,7 +68,8 @@ private:
     std::vector<float> rotations_;  // [token][pair][cosine, sine]
 };
 
-// Holds the rotations that rotate the stored keys of a text back, wherever RoPE has seen them.
+// Holds the rotations that turn the stored keys of a text back to position 0, although RoPE has
+// seen them at rope_position() of their positions in the text.
 class StoredInverseRope {
 public:
     // Covers the positions [begin, end). n_sinks, shift: see rope_position().

@@ -16,7 +16,7 @@ constexpr int kGroupVectors = kGroupEntries / kLanes;
 constexpr int kSoftmaxStep = 64;  // logits of a row that are computed at a time, to overlap
 using DecodeTile = Tile<kDecodeGroups>;
 
-// Holds what both KV types need in one call of the decode kernel.
+// Holds what every KV type needs in one call of the decode kernel.
 struct DecodeScratch {
     DecodeTile tiles[2];  // this tile, and the next one for prefetching
     alignas(64) float logits[kDecodeRows * kDecodeTile];  // logits, then weights
@@ -29,21 +29,24 @@ struct DecodeScratch {
     alignas(64) float heaviest[kDecodeRows];  // largest weight of this tile
 };
 
-// Returns the largest power of two of vectors whose sums for `rows` rows fit into registers.
+// Returns the largest power of two, at most `most`, of vectors whose sums for `rows` rows fit into
+// registers.
 constexpr int power_of_vectors(int rows, int most) {
     int vectors = 1;
     while (vectors * 2 <= most && vectors * 2 * rows <= kAccumulators) vectors *= 2;
     return vectors;
 }
 
-// Calls step<Rows>(row) for blocks of up to kDecodeBlock rows.
+// Calls step(row, number of rows) for blocks of up to kDecodeBlock rows. The number is a constant
+// of the compiler.
 template <int Rows = kDecodeBlock, typename Step>
 inline void over_row_blocks(int rows, Step step, int row = 0) {
     for (; row + Rows <= rows; row += Rows) step(row, std::integral_constant<int, Rows>());
     if constexpr (Rows > 1) over_row_blocks<Rows - 1>(rows, step, row);
 }
 
-// Calls step<Vectors>(first vector) for the vectors of a tile, in groups or parts of groups.
+// Calls step(first vector, number of vectors) for all vectors of a tile: `Vectors` at a time, and
+// at its end groups or parts of groups. The number is a constant of the compiler.
 template <int Vectors, typename Step>
 inline void over_entry_vectors(int n_groups, Step step) {
     constexpr int tail = Vectors < kGroupVectors ? Vectors : kGroupVectors;
@@ -68,7 +71,7 @@ public:
         in_v_ = false;
     }
 
-    // Notes that step `step` consumes `Bytes` bytes.
+    // Prefetches about as many bytes as step `step` of a computation consumes, `Bytes`.
     template <int Bytes>
     void ask(int step) {
         if constexpr (Bytes >= kLine) {
@@ -125,8 +128,8 @@ inline Vec distance_to(const DecodeTask& task, const std::int32_t* at) {
     return to_float(load_ints(at) + broadcast_int(-task.position));
 }
 
-// Finishes the logits of one row in a tile, and masks entries that the row does not see or that are
-// not part of the tile.
+// Applies soft-cap and ALiBi to the logits of row `number` in a tile, and masks entries that the
+// row does not see or that are not part of the tile.
 inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int number, float* row) {
     if (task.softcap > 0.0f)
         for (int e = 0; e < tile.n_groups * kGroupEntries; e += kLanes)
@@ -151,7 +154,8 @@ inline void finish_logits(const DecodeTask& task, const DecodeTile& tile, int nu
     for (int e = tile.count; e < softmax_entries(tile); ++e) row[e] = kMaskedLogit;
 }
 
-// Updates the maxima of the rows with this tile, and by how much earlier sums are rescaled.
+// Updates the maxima of the rows by those of this tile, and computes the factors that rescale
+// earlier sums.
 inline void update_maxima(int rows, DecodeScratch& scratch) {
     const Vec to_bits = broadcast(kLog2E);
     for (int r = 0; r < rows; r += kLanes) {
@@ -326,7 +330,7 @@ ENTROPYKV_NOINLINE void add_half_values(const DecodeTile& tile, Stream* stream,
     });
 }
 
-// Adds up weighted values for `vectors` vectors of them, at most `Most`.
+// Calls add_half_values() for `vectors` vectors, at most `Most`.
 template <int Rows, int Most>
 inline void add_some_half_values(int vectors, const DecodeTile& tile, Stream* stream,
                                  const PageLayout& layout, int d, int row,
@@ -339,7 +343,7 @@ inline void add_some_half_values(int vectors, const DecodeTile& tile, Stream* st
     add_half_values<Rows, Most>(tile, stream, layout, d, row, scratch, output);
 }
 
-constexpr int kHalfGroups = 8;  // this tile and the next one fit into the second cache
+constexpr int kHalfGroups = 8;  // this tile and the next one fit into the second-level cache
 
 void decode_f16(const DecodeTask& task) {
     const PageLayout& layout = *task.entries.layout;
@@ -468,7 +472,7 @@ inline void quantise_weights(const DecodeTask& task, const DecodeTile& tile, int
     Vec best = zero();
     over_logits(n, [&](int e) ENTROPYKV_INLINE {
         const Vec scale = load(scratch.v_scales + e);
-        best = maximum(best, maximum(scale, zero() - scale));  // those of iq4_nl have signs
+        best = maximum(best, maximum(scale, zero() - scale));  // scales of iq4_nl may be negative
     });
     const float limit = largest(best);
     for (int r = 0; r < task.rows; ++r) {

@@ -56,7 +56,6 @@ inline void key_features(const FeatureShape& shape, const float* key, const floa
     out[shape.key_log_at] = log_norm(key, shape.k_dim);
 }
 
-// Computes all features of an entry. value: not read if it is a part of the key.
 void features(const FeatureShape& shape, const float* key, const float* value,
               const float* rotation, float* out) {
     key_features(shape, key, rotation, out);
@@ -77,14 +76,11 @@ float predict_key(const FeatureShape& shape, const float* weights, const float* 
            weights[shape.n - 1];
 }
 
-// Returns what the features of the value add to predict_key().
 float predict_value(const FeatureShape& shape, const float* weights, const float* value) {
     return dot(weights + shape.k_dim, value, shape.v_dim) +
            weights[shape.value_log_at] * log_norm(value, shape.v_dim);
 }
 
-// Adds to sums [n][n], of which only the lower triangle is stored row by row, the products of all
-// pairs of columns of rows [n_rows][stride]. stride: whole vectors; rows are padded with zeros.
 void add_products(const float* rows, int n_rows, int stride, int n, double* sums) {
     constexpr int kColumns = 4;
     for (int i = 0; i < n; i += kColumns) {

@@ -36,8 +36,8 @@ inline float row_factor(float weight, float softmax_sum) {
     return __builtin_sqrtf(weight) / softmax_sum;  // factors are squared together with the weight
 }
 
-// Returns what rows give to an entry, given a score or a weight of a tile. The factors turn weights
-// into shares of the whole softmax, and products into logits.
+// Returns what a vector of rows gives to an entry, from its scores (for products) or its weights in
+// a tile. The factors turn weights into shares of the whole softmax, and products into logits.
 template <Statistic What>
 inline Vec given_by(Vec value, Vec factor) {
     if constexpr (What != Statistic::product) return value * factor;
@@ -78,7 +78,8 @@ inline float earliest_row(const PromptTask& task) {
     return earliest;
 }
 
-// Adds what the rows give to the entries of a tile to their sums, from the tile's first entry on.
+// Adds what the rows give to the entries of a tile, from the first one that is not skipped on, to
+// the sums of these entries.
 template <Statistic What>
 inline void observe_tile(const PromptTask& task, const PromptTile& tile, const KeptTile& kept,
                          const float* factors, float neighbourhood, float* sums) {
@@ -172,7 +173,7 @@ void logits_observe_what(const float* logits, int n, float max, float softmax_su
     }
 }
 
-// Calls observe(std::integral_constant), so that kernels are compiled for the statistic.
+// Calls observe(KnownStatistic), so that kernels are compiled for the statistic.
 template <Statistic What>
 using KnownStatistic = std::integral_constant<Statistic, What>;
 template <typename Observe>

@@ -3,9 +3,9 @@
 // The weights of a tile of entries are relative to the largest logit of the tile, rounded up to a
 // power of two, so that they do not depend on what was read before.
 // If the CPU computes products of pairs of 16-bit integers twice as fast as those of floats, q8_0
-// is multiplied as integers: K and V are widened to 16 bits, and the query and the weights are
-// rounded to 16 bits. That error is small, since K and V have only 8 bits. Everything else is
-// computed in f32.
+// and iq4_nl are multiplied as integers: K and V are widened to 16 bits, and the query and the
+// weights are rounded to 16 bits. That error is small, since K and V have at most 8 bits.
+// Everything else is computed in f32.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ constexpr float kNatsPerBit = 0.69314718f;
 
 struct PromptScratch {
     float* k;  // [k_stride][kPromptEntries], or pairs of K: convert_k_pairs()
-    // Holds [kPromptEntries][v_stride], or pairs of V; null or pairs if V is a part of K.
+    // Holds [kPromptEntries][v_stride], or pairs of V; unused or pairs if V is a part of K.
     float* v;
     std::int32_t* query;    // [k_stride / 2][kRowTile] pairs of values
     float* k_scales;        // [k_blocks][kPromptEntries]
@@ -80,7 +80,8 @@ inline KeptTile kept_at(float* start, const PromptTile& tile) {
     return {start, start + kRowTile - before * kRowTile, start + kKeptFloats};
 }
 
-// Calls `step<Vectors>(first row)` for the row vectors that hold rows of the task.
+// Calls wide(first row) for every kRowVectors vectors of rows, and narrow(first row) for each
+// vector that is left.
 template <typename Wide, typename Narrow>
 inline void over_rows(int rows, Wide wide, Narrow narrow) {
     int row = 0;
@@ -269,7 +270,7 @@ inline void tile_scores(const PromptTask& task, const PromptTile& tile,
     if (task.masked) mask_scores(task, tile, scores);
 }
 
-// Returns what a score of 1 is as a logit, for these rows.
+// Returns what a score of 1 is as a logit, for the vector of rows from `row` on.
 inline Vec unit_of(const PromptTask& task, const PromptScratch& scratch, int row) {
     return are_logits(task) ? broadcast(1.0f) : load(scratch.units + row);
 }
@@ -351,7 +352,7 @@ inline float part_scales(const PromptTile& tile, const PageLayout& layout, int b
     for (int e = 0; e < tile.skipped; ++e) out[e] = 0.0f;
     for (int e = tile.count; e < n; ++e) out[e] = 0.0f;
     Vec best = zero();
-    for (int e = 0; e < n; e += kLanes)  // scales of iq4_nl have signs
+    for (int e = 0; e < n; e += kLanes)  // scales of iq4_nl may be negative
         best = maximum(best, maximum(load(out + e), zero() - load(out + e)));
     const float limit = largest(best);
     const Vec part = broadcast(limit > 0.0f ? kLargestShort / limit : 0.0f);
@@ -429,7 +430,7 @@ inline void tile_values_pairs(const PromptTask& task, const PromptTile& tile,
     }
 }
 
-// Adds a tile to the output.
+// Adds the weighted values of a tile to the output.
 template <KvType Type>
 inline void tile_values(const PromptTask& task, const PromptTile& tile,
                         const PromptScratch& scratch, const float* weights) {

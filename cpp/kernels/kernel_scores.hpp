@@ -17,8 +17,8 @@ inline float half_row_norm(const std::uint16_t* row, int stride) {
     return sum(total);
 }
 
-// Adds to the norms of the four entries whose values are interleaved; scales: from the first one's
-// on.
+// Computes the squared norms of V of four entries, whose values are interleaved. scales: those of
+// the first entry, then of the next ones.
 template <KvType Type>
 inline void byte_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
                            float* norms) {
@@ -97,7 +97,7 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
     });
 }
 
-// Computes the norms of V that is a part of K.
+// Computes the squared norms of V that is a part of K.
 inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
         Chains total;
@@ -145,7 +145,7 @@ inline void vector_products(OverKeys over_keys, const float* queries, int stride
     for (int r = 0; r < Rows; ++r) store(out + r * out_stride, totals[r].sum());
 }
 
-// Calls visit(number of rows, its queries, its outputs) for one block of rows after another.
+// Calls visit(number of rows, their queries, their outputs) for one block of rows after another.
 template <typename Visit>
 inline void over_row_blocks(const float* queries, int rows, int stride, float* out, int out_stride,
                             Visit visit) {

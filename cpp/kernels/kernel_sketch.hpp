@@ -14,7 +14,7 @@ inline void widen(const std::uint16_t* halves, int n, float* out) {
 static_assert(kSketchValues % kChains == 0,
               "a channel's chain follows from its place in an integer");
 
-// Reads the sketch of a group's keys, whose ranges it has as floats.
+// Reads the sketch of the keys of a group, whose minima and steps are converted to floats once.
 struct OpenGroup {
     OpenGroup(const KeySketch& sketch, const std::byte* group)
         : k_stride(sketch.k_stride), codes(reinterpret_cast<const std::uint32_t*>(group)) {

@@ -7,7 +7,7 @@
 namespace entropykv {
 namespace {
 
-// Converts a row to f16 in a temporary, padded with zeros.
+// Converts a row to f16, padded with zeros to `stride` values.
 inline void convert_half_row(const float* row, int dim, int stride, std::uint16_t* out) {
     int d = 0;
     for (; d + kLanes <= dim; d += kLanes) store_half(out + d, load(row + d));
@@ -105,7 +105,8 @@ inline float scale_of_levels(const float* values) {
     return limit / kLargestShort * ratio;
 }
 
-// Rounds a block to the nearest levels; value i of it and value i + 16 share a byte.
+// Rounds a block to the nearest levels. Values i and i + 16 share byte i; bytes are `apart` bytes
+// apart.
 inline void round_to_levels(const float* values, float scale, std::uint8_t* codes, int apart) {
     constexpr int half = kQuantBlock / 2;
     const Vec inverse = broadcast(scale > 0.0f || scale < 0.0f ? 1.0f / scale : 0.0f);

@@ -80,8 +80,8 @@ struct Group {
     const std::int32_t* positions;
 };
 
-// Refers to the entries [first, last) as whole groups; the first group has `skipped` other entries
-// before them.
+// Refers to neighbouring entries as whole groups. The first group begins with `skipped` entries
+// that do not belong to them.
 template <int Groups>
 struct Tile {
     int skipped;

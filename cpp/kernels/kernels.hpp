@@ -81,10 +81,11 @@ std::size_t prompt_scratch_floats(const PageLayout& layout);
 
 struct KernelTable {
     const char* name;
-    // Quantises a row of floats into a slot of a page.
+    // Stores a row of floats in a slot of a page, in the type of the page.
     void (*store_k)(const PageLayout&, std::byte* page, int slot, const float* row);
     void (*store_v)(const PageLayout&, std::byte* page, int slot, const float* row);
-    // Rotates a row of V back, or what attention made of rotated rows: see value_rotation.hpp.
+    // Rotates a row of V, or of outputs that attention made of rotated V, back: see
+    // value_rotation.hpp.
     void (*rotate)(float* row, int stride);
     // Copies the values of K (not their scales) of some entries from one group of a page to
     // another.

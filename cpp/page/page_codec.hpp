@@ -12,17 +12,17 @@
 
 namespace entropykv {
 
-// Rows consist of units that always move as a whole: values that share an integer. If
-// values have scales, kQuantBlock of them share one.
+// A row consists of units: a value, or values that share an integer. A unit always moves as a
+// whole. If values have scales, kQuantBlock values share a scale.
 struct PageCodec {
     KvType type;
-    const char* name;  // as llama.cpp calls the type, or those of K and of V
+    const char* name;  // llama.cpp's name; with a / if K and V have different types
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved
     int v_padding;   // rows of V are padded to a multiple of it
     bool scaled;
-    bool rotated;  // blocks of V are rotated
+    bool rotated;  // blocks of V are rotated: see value_rotation.hpp
     // Load the first n values of the K row of an entry, and its whole V row (not for latent
     // layouts).
     void (*load_k)(const PageLayout&, const std::byte* page, int slot, int n, float* out);

@@ -65,18 +65,16 @@ struct PageLayout {
     std::size_t position_offset, importance_offset;
     std::size_t bytes;
     bool latent;     // V is the first v_dim values of K
-    bool rotated;    // V is stored rotated, and so is what attention makes of it
+    bool rotated;    // V is stored rotated, so outputs of attention are rotated, too
     bool elsewhere;  // K and V are not in the page; no kernel may read them
     // Says how the keys of a KV head are stored; null: as they are. Only store_k() and load_k()
     // know it, all other functions and kernels work on what is stored.
     const KeyCentre* key_centre;
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    // Returns the bytes of the keys of one group.
     std::size_t k_group_bytes() const { return index(k_unit_bytes * k_units * kGroupEntries); }
     std::size_t v_group_bytes() const { return index(v_unit_bytes * v_units * kGroupEntries); }
 
-    // Returns the bytes of the keys of all entries of a page.
     std::size_t k_bytes() const { return k_group_bytes() * index(entries / kGroupEntries); }
 
     // Return in which page of a list entry i lies, and in which slot. Most pages are one group;

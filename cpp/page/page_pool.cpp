@@ -21,7 +21,8 @@ void PagePool::map(std::size_t pages) {
     pages_.grow(pages, budget_pages_);
 }
 
-// Takes memory for one more page; without memory, free pages of files are good enough.
+// Takes memory for one more page. If there is none, a free page of a file will do; throws
+// std::bad_alloc if there is no such page either.
 void PagePool::add_page() {
     try {
         map(owners_.size() + 1);
@@ -81,7 +82,8 @@ void PagePool::set_budget(std::size_t pages) {
     budget_pages_ = pages;
 }
 
-// Moves the free pages that will be in use to the front of the list; returns how many there are.
+// Moves those free pages to the front of the list that will be in use after compact(); returns how
+// many there are.
 std::size_t PagePool::gather_room() {
     const auto end = std::partition(free_.begin(), free_.end(), [&](const std::byte* page) {
         return pages_.number_of(page) < used_pages_;
@@ -102,7 +104,7 @@ std::byte* PagePool::relocate(std::byte* page, std::size_t& n_taken, std::size_t
     return moved;
 }
 
-// Renumbers pages so that those in use have the first numbers.
+// Keeps the first used_pages_ pages, and gives the memory behind them back to the system.
 void PagePool::keep_first() {
     free_.clear();
     free_in_files_.clear();

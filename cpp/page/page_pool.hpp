@@ -28,14 +28,15 @@ public:
     // Takes the pages that a mapped file begins with, each with one owner, and returns the first
     // one. They are pages like any other, but share memory with other processes until they are
     // written to. unused: the numbers of the file's pages that hold something else, and are free
-    // from the start. Returns null, and changes nothing, if the budget has no room for the other
-    // ones behind the pages that the pool has so far. Throws std::bad_alloc, and changes nothing.
+    // from the start. Returns null if all pages are unused, or if the budget has no room for the
+    // used ones behind the pages that the pool has so far. Throws std::bad_alloc. In both cases,
+    // changes nothing.
     std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
                      const std::vector<std::size_t>& unused);
     // Tell whether someone has changed a file that was adopted, and whether a page is affected.
     bool any_file_changed() noexcept { return pages_.any_file_changed(); }
     bool is_changed(const std::byte* page) { return pages_.is_changed(page); }
-    // Removes an owner.
+    // Removes an owner; without any, the page is free.
     void release(std::byte* page);
     // Maps memory for `pages` pages in all, so that allocate() cannot fail until more are in use.
     // Throws std::bad_alloc.

@@ -7,7 +7,7 @@
 namespace entropykv {
 
 // Returns the bytes per second at which n_threads threads together read `bytes` bytes of memory
-// once. Throws std::invalid_argument unless both are above 0.
+// once. Throws std::invalid_argument for fewer than 8 bytes, and for no threads.
 double read_bandwidth(std::size_t bytes, int n_threads);
 
 }  // namespace entropykv

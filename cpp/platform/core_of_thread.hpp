@@ -32,8 +32,8 @@ public:
         known_ = sched_getaffinity(0, sizeof allowed_, &allowed_) == 0;
 #endif
     }
-    // Makes the calling thread, the one that made this object, run on those cores except `cores`.
-    // If none would be left, nothing changes.
+    // Lets the calling thread, which made this object, run on the cores that it could use then,
+    // except `cores`. If none would be left, nothing changes.
     void avoid(CoreSet cores) const noexcept {
 #if defined(__linux__)
         if (!known_) return;

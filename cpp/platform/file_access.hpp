@@ -13,8 +13,8 @@ namespace entropykv {
 bool read_at(int file, void* data, std::size_t n, std::size_t offset) noexcept;
 bool write_at(int file, const void* data, std::size_t n, std::size_t offset) noexcept;
 
-// Takes disk space for n bytes from `offset`, where the file ends or earlier, and makes the file as
-// long. Returns why that failed, or an empty string.
+// Takes disk space for n bytes from `offset` on, which must not lie behind the end of the file, and
+// makes the file longer if it ends before. Returns why that failed, or an empty string.
 std::string allocate_at(int file, std::size_t offset, std::size_t n);
 
 }  // namespace entropykv

@@ -44,7 +44,8 @@ bool system_keeps(unsigned registers) {
 
 constexpr unsigned kYmm = 0x06;
 
-// macOS sets the bits of its 512-bit registers only when a thread uses them for the first time.
+// macOS sets the bits of its 512-bit registers only when a thread uses them for the first time, so
+// those bits say nothing there.
 bool system_keeps_zmm() {
 #if defined(__APPLE__)
     return system_keeps(kYmm);
@@ -64,7 +65,7 @@ bool has_avx2() {
 
 bool has_avx_vnni() {
 #if defined(ENTROPYKV_AVX_VNNI)
-    const bool has_part = cpuid(7, 0).a >= 1;  // what is asked for must exist
+    const bool has_part = cpuid(7, 0).a >= 1;  // the leaf has a part 1
     return has_avx2() && has_part && has_bit(cpuid(7, 1).a, 4);
 #else
     return false;

@@ -32,11 +32,12 @@ public:
     MappedMemory& memory() { return memory_; }
     bool starts_at_page() const { return skipped_ == 0; }
 
-    // Tells whether anyone has written to the file or shortened it since it was mapped. Then pages
-    // have other contents than they had. Those behind the end of a shortened file are read as
-    // zeros: without that, the system would end the process.
+    // Tells whether anyone has written to the file or shortened it since it was mapped; false after
+    // let_go(). If so, pages have other contents than they had. Those behind the end of a shortened
+    // file are read as zeros: without that, the system would end the process.
     bool has_changed() noexcept;
-    // Replaces all pages by zeroed memory that belongs to no file.
+    // Replaces all pages by zeroed memory that belongs to no file; without memory for that, nothing
+    // changes.
     void let_go() noexcept;
 
 private:

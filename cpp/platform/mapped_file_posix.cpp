@@ -26,13 +26,13 @@ std::size_t page_bytes = 0;  // set before the first range is watched
 struct sigaction earlier_action{};
 
 // The system sends SIGBUS where a mapped page lies behind the end of a file that was shortened.
-// Puts a zeroed page there, so that the process goes on until has_changed() is asked. All that it
-// calls may be called in a handler.
+// Puts a zeroed page there, so that the process goes on until has_changed() is asked. All functions
+// that are called here are allowed in a handler.
 void on_bus_error(int number, siginfo_t* info, void*) {
     const int error = errno;
     const auto at = reinterpret_cast<std::uintptr_t>(info->si_addr);
     for (Watched& range : watched) {
-        if (info->si_code <= 0) break;  // another process has sent it
+        if (info->si_code <= 0) break;  // another process has sent the signal
         if (at < range.begin.load() || at >= range.end.load()) continue;
         void* page = reinterpret_cast<void*>(at / page_bytes * page_bytes);
         if (mmap(page, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED,

@@ -15,8 +15,7 @@ std::size_t mapped_size(std::size_t bytes);
 class MappedMemory {
 public:
     MappedMemory() = default;
-    // Takes over addresses that have memory, from the system's calls that release_addresses()
-    // undoes.
+    // Takes over mapped addresses, which the destructor gives back by release_addresses().
     MappedMemory(std::byte* data, std::size_t bytes)
         : data_(data), size_(bytes), reserved_(bytes) {}
     // Reserves addresses for `bytes` bytes, in whole slabs. Throws std::bad_alloc.

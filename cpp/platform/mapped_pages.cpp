@@ -13,8 +13,8 @@ constexpr std::size_t kRangeBytes = std::size_t{1} << 30;
 
 }  // namespace
 
-// Returns as many addresses as are wanted, or twice as many as there are, so that many small steps
-// make few ranges.
+// Returns the bytes of a new range: those that are wanted, or as many as are reserved already, so
+// that many small steps make few ranges.
 std::size_t MappedPages::next_range_bytes(std::size_t wanted, std::size_t reserved) {
     return std::clamp(std::max(wanted, reserved), kSlabBytes, kRangeBytes);
 }

@@ -21,15 +21,15 @@ public:
     // Maps memory for at least `pages` pages in all, and for up to a slab more if there will soon
     // be `expected` pages in all. Throws std::bad_alloc, and then changes nothing.
     void grow(std::size_t pages, std::size_t expected);
-    // Gives the memory behind the first pages back to the system.
+    // Gives the memory behind the first `pages` pages back to the system.
     void shrink(std::size_t pages) noexcept;
 
-    // Ends the last range behind the first pages, and appends the pages of a file, all of them in
-    // use. Throws std::bad_alloc, and then changes nothing.
+    // Keeps the first `first` pages, and appends the `pages` pages of a file, all of them in use.
+    // Throws std::bad_alloc, and then changes nothing.
     void append_file(const std::shared_ptr<MappedFile>& file, std::size_t first, std::size_t pages);
-    // Say that a page is in use, or free, and that exactly the first pages are in use. Once no page
-    // of a file is in use, its range becomes memory like any other, so that nothing of a deleted
-    // file stays on the disk.
+    // Say that a page is in use, or free, and that exactly the first `pages` pages are in use. Once
+    // no page of a file is in use, its range becomes memory like any other, so that nothing of a
+    // deleted file stays on the disk.
     void note_used(std::size_t number) noexcept;
     void note_free(std::size_t number) noexcept;
     void note_first_used(std::size_t pages) noexcept;
@@ -39,7 +39,7 @@ public:
     bool is_changed(const std::byte* page);
 
     std::size_t count() const { return count_; }  // pages that have memory
-    std::size_t bytes() const;                    // counts the memory of all pages
+    std::size_t bytes() const;                    // of the memory of all ranges
     std::byte* at(std::size_t number) const;
     // Returns the number of the page at an address. Throws std::logic_error if there is none.
     std::size_t number_of(const std::byte* page) const;
@@ -67,7 +67,7 @@ private:
 
     std::size_t page_bytes_;
     std::size_t count_ = 0;
-    std::vector<Range> ranges_{};              // they have the order of their pages
+    std::vector<Range> ranges_{};              // in the order of their pages
     std::vector<std::uint32_t> by_address_{};  // numbers of ranges, sorted by address
     std::size_t n_files_ = 0;                  // ranges that were files when they were appended
 };

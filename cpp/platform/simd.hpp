@@ -42,7 +42,7 @@ inline IntVec broadcast_pair(const std::int16_t* p) {
     return broadcast_int(pair);
 }
 
-// Prefetches into the second cache.
+// Prefetches into the second-level cache.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #if !defined(__AVX512F__)
@@ -53,7 +53,8 @@ inline Vec sums_of(const Vec* of) {
     return load(sums);
 }
 
-// Maps a vector to rows of a group: one value of every entry.
+// Moves entries of a group, row by row: a row has one value of every entry. from, to, n: see
+// LaneMoves.
 class LaneMap {
 public:
     LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n)

@@ -12,7 +12,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kRowVectors = 4;         // row vectors per register block of the prompt kernel
 constexpr int kDecodeBlock = 8;        // query rows per register block of the decode kernel
-constexpr int kAccumulators = 24;      // registers that its sums may take
+constexpr int kAccumulators = 24;      // registers for the sums of the decode kernel
 constexpr float kVanishing = -300.0f;  // 2^-300 underflows to 0
 struct Vec {
     __m512 v;
@@ -132,7 +132,8 @@ inline IntVec flip_high_bits(IntVec a) {
     return {_mm512_xor_si512(a.v, _mm512_set1_epi8(static_cast<char>(0x80)))};
 }
 
-// Maps a vector to rows of a group: one value of every entry.
+// Moves entries of a group, row by row: a row has one value of every entry. from, to, n: see
+// LaneMoves.
 class LaneMap {
 public:
     LaneMap(const std::uint8_t* from, const std::uint8_t* to, int n) {

@@ -8,7 +8,7 @@
 namespace entropykv {
 namespace {
 
-// Memory that cannot be accessed does not count as used memory.
+// Mappings belong to no file. While nobody may access one, it does not count as used memory.
 constexpr int kOfNoFile = MAP_PRIVATE | MAP_ANONYMOUS;
 
 // All parts of a range have the same attributes except for their protection, so that the system
