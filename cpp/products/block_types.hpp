@@ -1,5 +1,5 @@
-// Describes ggml's blocks of 32 weights, and its ternary ones of 256, as groups of codes with a
-// scale: weight = scale * (code - kZero), or scale * code + minimum if kHasMinimum.
+// Describes ggml's blocks of 32 weights, and its ternary types and K types of 256, as groups of
+// codes with a scale: weight = scale * (code - kZero), or scale * code + minimum if kHasMinimum.
 // Every type defines the same names: kUnit values take kUnitBytes; scales(units, s, m) loads the
 // scales and minima of a unit's groups of kGroup values, with one row per lane. Codes take
 // kCodeBytes from byte kCodesAt on. codes(bytes, j) returns values 32 j to 32 j + 31 from whatever
@@ -94,8 +94,9 @@ struct TQ2_0 : OneScale<64> {
 };
 
 // A byte holds five ternary digits as a fraction of 256: multiplied by 3, its integer part is the
-// first digit, and its fraction holds the following ones. Of the last 20 bytes, 16 have five digits
-// of 16 values each, and the last four have four digits of 4.
+// first digit, and its fraction holds the following ones. Digit i of the first 32 bytes are 32
+// values, digit i of the next 16 bytes 16 values; the last 4 bytes have four digits of 4 values
+// each.
 struct TQ1_0 : OneScale<52> {
     static constexpr int kUnit = 256, kUnitBytes = 54, kGroup = 256, kBits = 2, kZero = 1;
     static constexpr int kCodesAt = 0, kCodeBytes = 52;

@@ -57,8 +57,8 @@ private:
     int four_;
 };
 
-// Holds the packed bytes of a unit of every row of a tile: kColumns columns with 4 bytes of every
-// row each.
+// Says how many columns hold the packed bytes of a unit. A column has 4 bytes of every row of a
+// tile.
 template <class Type>
 constexpr int kColumns = Type::kCodeBytes / 4;
 

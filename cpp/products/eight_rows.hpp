@@ -42,7 +42,7 @@ public:
     }
     // Returns one of the first four rows.
     const std::byte* near(int row) const { return row == 3 ? first_ + thrice_ : (*this)[row]; }
-    // Returns the rows from `row` on, each from a number of bytes on.
+    // Return the rows from number `row` on, and all rows from their byte `bytes` on.
     Rows from(int row) const { return {hidden((*this)[row]), stride_, thrice_}; }
     Rows after(std::size_t bytes) const { return {hidden(first_ + bytes), stride_, thrice_}; }
 

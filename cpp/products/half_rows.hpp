@@ -28,7 +28,7 @@ inline void copy_token(const float* token, int n_values, std::byte* copy) {
     std::memset(copy + bytes, 0, float_token_bytes(n_values) - bytes);
 }
 
-// Adds the products of 16 values of every row and token; `offset`: where they are in a token.
+// Adds the products of 16 values of every row, from byte row_offset on, with those of every token.
 template <int kRowsOfTile, int kTokens>
 inline void add_lanes(const std::byte* const (&rows)[kRowsOfTile], std::size_t row_offset,
                       const std::byte* tokens, std::size_t token_stride,
@@ -44,8 +44,8 @@ inline void add_lanes(const std::byte* const (&rows)[kRowsOfTile], std::size_t r
     }
 }
 
-// Computes products of some rows with some tokens; the last rows may be missing, only n_rows -
-// first exist.
+// Computes products of the rows from `first` on with some tokens; rows from n_rows on do not exist,
+// and are left out.
 template <int kRowsOfTile, int kTokens>
 void half_tile(const WeightRows& w, int first, const std::byte* tokens, std::size_t token_stride,
                float* out, std::size_t out_stride) {

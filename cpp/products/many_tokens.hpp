@@ -69,7 +69,8 @@ inline void unpack_unit(const std::byte* columns, std::byte* codes) {
                                  Type::codes(ColumnCodes(columns + 4 * lane, four), j));
 }
 
-// Loads a unit of fewer rows than a register has lanes: copies of the last row fill the others.
+// Copies a unit of n_rows rows, fewer than a register has lanes; copies of the last row fill the
+// other lanes.
 template <class Type>
 inline Rows fill_up(const Rows& rows, int n_rows, std::byte* copies) {
     for (int r = 0; r < ColumnRows::kCount; ++r)

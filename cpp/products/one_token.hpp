@@ -154,7 +154,8 @@ inline __m512 same_of_two(const float* x) {
     return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(x[0]), _mm512_set1_ps(x[1]));
 }
 
-// A register has 64 codes of a row, which are 4 groups: 6 bits in 4 of one byte and 2 of another.
+// A register has 64 codes of a row, which are 4 groups. A code has 6 bits: 4 of one byte, and 2 of
+// another.
 template <>
 inline RowFloats add_unit<Q6_K>(RowFloats acc, const RowPointers& units, const TokenPart& token) {
     RowBytes scale_bytes[4];
@@ -237,7 +238,8 @@ void multiply_one(const WeightRows& w, const std::byte* token, float* out) {
 }
 
 // Says whether weights are prefetched into the L1 cache. Units of the K types have more lines than
-// it takes requests at a time, and weights of 8 bits are read faster than it takes them.
+// that cache takes requests at a time, and weights of 8 bits are read faster than it takes
+// requests.
 template <class Type>
 constexpr bool kGoesNear = kRows * Type::kUnitBytes <= 1024 && Type::kBits < 8;
 

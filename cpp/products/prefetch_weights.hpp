@@ -35,9 +35,9 @@ private:
     const std::byte* at_;
 };
 
-// One token's product takes a piece of several rows in turn. Meanwhile the rows after them are
-// prefetched, all of which are needed at once, or what is at least this many bytes ahead: kAhead
-// for the L1 cache, kFarAhead for the L2 cache.
+// The product of one token takes several rows at a time. What is prefetched meanwhile lies behind
+// these rows, and at least this many bytes ahead: kAhead for the L1 cache, kFarAhead for the L2
+// cache.
 constexpr std::size_t kAhead = 8192;
 constexpr std::size_t kFarAhead = 16384;
 // The L1 cache has room for this many bytes beside the rows that are multiplied.

@@ -9,10 +9,11 @@ namespace entropykv {
 namespace {
 
 constexpr int kRowStep = 8;  // rows that the kernels take together
-// Weights of a piece of a single token's product. To take one costs as much as some hundred bytes.
+// How many bytes of weights a piece of a single token's product has. To take a piece costs as much
+// as to read some hundred bytes.
 constexpr std::size_t kPieceBytes = 32768;
-// Weights of a thread below which a single token's product is cut into equal parts: it takes so
-// little time that taking pieces would cost more than a thread that is late.
+// If a thread has fewer bytes of weights than this, a single token's product is cut into equal
+// parts: it takes so little time that taking pieces would cost more than a thread that is late.
 constexpr std::size_t kFewBytes = 524288;
 
 int parts_of(int n, int size) { return (n + size - 1) / size; }

@@ -154,7 +154,7 @@ struct EightRows {
 
 inline __m256i widen(__m256i shorts) { return _mm256_madd_epi16(shorts, _mm256_set1_epi16(1)); }
 
-// Holds sums in pairs of 16 bits (kShortSums) or in fours.
+// Holds sums of pairs in 16 bits (kShortSums), or of fours in 32 bits.
 using Partial = __m256i;
 inline Partial no_products() { return _mm256_setzero_si256(); }
 

@@ -22,8 +22,8 @@ namespace {
 inline const __m256i* as_256(const std::byte* p) { return reinterpret_cast<const __m256i*>(p); }
 inline const __m128i* as_128(const std::byte* p) { return reinterpret_cast<const __m128i*>(p); }
 
-// Adds lanes i, i + 4, i + 8 and i + 12 (which are lane i of `a` and so on); the halves of the
-// result belong to two rows.
+// Adds the upper to the lower two of four sums of each of two rows. The lower half of the result
+// belongs to `a`, the upper half to `b`.
 inline __m128 fold_two(__m128 a, __m128 b) {
     return _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
 }

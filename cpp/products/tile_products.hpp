@@ -6,7 +6,8 @@
 namespace entropykv {
 namespace {
 
-// Describes what the kernel of a panel must know about a type; several types share it.
+// Describes what the kernel of a panel must know about a type of weights, so that types which are
+// alike share a kernel.
 template <int bits, int group, bool has_minimum, bool has_zero>
 struct Form {
     static constexpr int kBits = bits, kGroup = group, kSteps = group / 4;
@@ -22,7 +23,7 @@ struct TileCodes {
     Ints v[Tile::kVectors];
 };
 
-// Returns the codes of a group in steps of 4, which are a byte each: kOuter times kInner of them.
+// Reads the codes of a group, a byte each, in kOuter * kInner steps of 4 codes.
 template <class F>
 struct ByteCodes {
     static constexpr int kInner = F::kSteps < 8 ? F::kSteps : 8, kOuter = F::kSteps / kInner;
@@ -37,8 +38,8 @@ struct ByteCodes {
     }
 };
 
-// Returns the codes of a group that are still packed, from value `first` of a unit on. Codes that
-// are 32 values apart share bytes.
+// Reads the codes of a group that are still packed, from value `first` of a unit on, in kOuter *
+// kInner steps of 4 codes. Codes that are 32 values apart share bytes.
 template <class Type>
 struct PackedCodes {
     static constexpr bool kLong = Type::kGroup > 32;
@@ -104,7 +105,7 @@ inline void group_products(const Codes& codes, const TokenCodes& tokens,
 // registers.
 inline void keep_order(Ints& sum) { __asm__("" : "+x"(sum)); }
 
-// Works on signed codes of 8 bits, of which two products fill 16 bits.
+// Adds the products of signed codes of 8 bits. Two such products fill 16 bits.
 template <int kTokens>
 inline void add_signed(const TileCodes& w, const TokenCodes& tokens, int step,
                        TileInts<kTokens>& products) {
