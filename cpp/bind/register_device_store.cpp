@@ -13,7 +13,7 @@
 namespace entropykv::bind {
 namespace {
 
-// Ends a store without Python's lock: see without_gil.
+// Deletes a store without the GIL: see without_gil.
 struct EndUnlocked {
     void operator()(DeviceStore* store) const {
         const py::gil_scoped_release release;
@@ -59,11 +59,11 @@ DeviceStoreHolder make_device_store(const std::shared_ptr<Devices>& devices, con
         std::make_unique<DeviceStore>(devices, layers, settings, budgets, live).release());
 }
 
-// Lets other threads of Python run meanwhile, as all functions do that may wait for the thread that
-// decides: that one waits for Python if a device is written in it.
+// Releases the GIL, as every function does that may wait for the thread of a store's decisions:
+// that thread waits for the GIL itself if a device is written in Python.
 const py::call_guard<py::gil_scoped_release> without_gil;
 
-// Does the same for the part of a function that touches no objects of Python.
+// Releases the GIL for the part of a function that touches no objects of Python.
 template <typename Function>
 auto unlocked(Function function) {
     const py::gil_scoped_release release;

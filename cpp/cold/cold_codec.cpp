@@ -91,7 +91,7 @@ std::size_t row_bytes(ColdType type, int dim) {
     return blocks_of(type).bytes * static_cast<std::size_t>((dim + kQuantBlock - 1) / kQuantBlock);
 }
 
-// Rows are padded with zeros to whole blocks.
+// Packs a row, which it pads with zeros to whole blocks, and returns the end of the packed row.
 std::byte* pack_row(ColdType type, float* row, int dim, std::byte* packed) {
     const BlockCodec& blocks = blocks_of(type);
     const int end = (dim + kQuantBlock - 1) / kQuantBlock * kQuantBlock;
@@ -143,7 +143,7 @@ void visit_keys(const PageLayout& layout, int slot, Visit visit) {
     visit(Units<std::uint32_t, kGroupEntries>{}, at, layout.k_units);
 }
 
-// Calls the visitor for units that are bytes, or runs of a few bytes.
+// Calls visit() for the bytes of V, which lie 4 apart or one after the other.
 template <typename Visit>
 void visit_values(const PageLayout& layout, int slot, Visit visit) {
     const std::size_t at = layout.v_at(slot);

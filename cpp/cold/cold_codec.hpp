@@ -18,11 +18,11 @@ public:
 
     std::size_t bytes() const { return bytes_; }
     bool as_stored() const { return type_ == ColdType::as_stored; }
-    // Packs all entries of a page.
+    // Pack or unpack all entries of a page; `packed` has bytes() bytes.
     void pack(const std::byte* page, std::byte* packed) const noexcept;
     void unpack(const std::byte* packed, const KernelTable& kernels,
                 std::byte* page) const noexcept;
-    // Unpacks all entries of a page, or one entry to a slot of a page.
+    // Unpacks one packed entry to a slot of a page.
     void unpack(const std::byte* packed, int entry, const KernelTable& kernels, std::byte* page,
                 int slot) const noexcept;
     // Return where a packed entry begins, and how many bytes it has.

@@ -30,8 +30,8 @@ constexpr std::int32_t kNever = INT32_MAX;
 
 struct ColdRecord {
     std::int32_t position = kDead;
-    float importance = 0.0f;           // its importance when it was frozen
-    std::int32_t frozen_at = kActive;  // the newest position at that time
+    float importance = 0.0f;           // when it was frozen
+    std::int32_t frozen_at = kActive;  // the newest position when it was frozen
     std::int32_t due = kNever;         // restored once the newest position is greater
     Detections detections{};
 
@@ -66,7 +66,7 @@ public:
     // Count the records whose time is over at `now`: all of them, or those of a page.
     int count_due(std::int32_t now) const noexcept;
     int count_due(int page, std::int32_t now) const noexcept;
-    // Prefetches what freezing changes.
+    // Prefetches the importance and the detections of all timed records, which freezing changes.
     void prefetch_all() const noexcept;
 
     // Return the fields of a page's records.
@@ -138,7 +138,7 @@ class ColdHead {
 public:
     static constexpr int kNone = -1;
 
-    // most_pages: the limit of pages in storage; 0: none. timed: see ColdRecords.
+    // most_pages: how many pages may be in storage; 0: any number. timed: see ColdRecords.
     ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages, bool timed);
 
     // Must be called before add() is called up to n_new times, so that add() allocates nothing.
@@ -172,7 +172,8 @@ public:
     template <typename Changes, typename Change>
     void rewrite(const KernelTable& kernels, std::byte* buffer, Changes changes, Change change);
 
-    // Drops records at positions >= from. Timers end as if time had gone back to `from`.
+    // Drops records at positions >= from. Entries that were frozen later than that count as frozen
+    // at from - 1, for as many steps.
     void truncate(std::int32_t from);
     // Tells whether the data of a page that was read stays where it is while entries are added.
     bool stays(int page) const { return page != open_ && !is_limited() && storage_->in_place(); }
@@ -234,8 +235,7 @@ private:
     int add_record(const ColdRecord& record) noexcept;
     // Returns the stored page whose frozen entries are worth least.
     int least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept;
-    // Drop the records of a page: all, or those at positions >= from. Timers end as if time had
-    // gone back to `from`.
+    // Drop the records of a page: all, or those at positions >= from, as truncate() does.
     void forget_records(int page) noexcept;
     void truncate_records(int page, std::int32_t from);
     // Marks a stored page as free.

@@ -36,9 +36,11 @@ class ColdLoader {
 public:
     explicit ColdLoader(ColdHead& head) : head_(head) {}
 
-    // Makes room for load(), and for n_new calls of ColdHead::add() after it.
+    // Makes room for load(), and for n_new calls of ColdHead::add() after it. Throws what
+    // ColdStorage::take() throws.
     void begin(const std::byte* state, int n_new);
-    // Returns how many frozen entries were dropped because of the limit; their records are free.
+    // Replaces all records by those of a valid state. Returns how many frozen entries were dropped
+    // because of the limit; their records are free. buffer: has room for a page of the store.
     int load(const std::byte* state, const ImportanceSettings& settings, const KernelTable& kernels,
              std::byte* buffer);
 
