@@ -37,11 +37,11 @@ __all__ = [name for name in _HOMES if name != "_core"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the module of a public name, and before it the extension, which checks its llama.cpp
-    once.
+    """Return a public name from its module, which is loaded once the installed llama.cpp was
+    checked; the errors are loaded without that check.
 
-    The errors are loaded without the extension. Raises VersionError for another release of
-    llama.cpp, each time.
+    Raises VersionError for another release of llama.cpp, each time, and AttributeError for a name
+    that is not public.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,7 +64,7 @@ def _check_library(core: ModuleType) -> None:
             f"{_BUILT} with ggml {built[0]} ({built[1]}), but runs with ggml {loaded[0]} "
             f"({loaded[1]}); {REBUILD}"
         )
-    # Read the numbers only now: in another library, their names lie beyond the end of its table.
+    # In another library, the names that differences() reads lie beyond the end of the table.
     for difference in (*core.differences(), *_different_structures(core)):
         raise VersionError(f"{_BUILT}, but in the one that it runs with {difference}; {REBUILD}")
 

@@ -86,7 +86,9 @@ class ContextError(EntropyKVError, ValueError):
 
 
 class ImageError(EntropyKVError, ValueError):
-    """Raised for an image that is damaged, too large or no longer held, or without a projector."""
+    """Raised for an image that is damaged, too large or no longer held, or if there is no
+    projector.
+    """
 
 
 class SettingsError(EntropyKVError, ValueError):

@@ -1,6 +1,6 @@
 """Locks on files: they say that a living process uses a file, since a killed one loses its locks.
 
-A file system may have no locks. Then one process at a time uses its files.
+Where a file system has no locks, it is assumed that one process at a time uses a file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def is_at(path: Path, descriptor: int) -> bool:
 
 
 def remove_unlocked(folder: Path, pattern: str) -> None:
-    """Remove the files of a pattern whose processes were killed: living ones hold a lock on theirs.
+    """Remove the files in `folder` that match a glob pattern, and that no living process has
+    locked.
 
     A file system without locks keeps them. Raises nothing.
     """

@@ -32,7 +32,7 @@ FileStamp = tuple[int, int, int]
 
 def stamp_of(path: Path) -> FileStamp | None:
     """Return when a file was changed last in nanoseconds, its bytes and its inode; None if there is
-    none.
+    no file, or none that can be examined.
     """
     try:
         status = path.stat()
@@ -42,7 +42,9 @@ def stamp_of(path: Path) -> FileStamp | None:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder and those above it; only its owner can read it. Raises OSError."""
+    """Make a folder that only its owner can read, and those above it, unless they exist; raises
+    OSError if that is impossible.
+    """
     Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -140,7 +142,7 @@ class NotRegularError(OSError):
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[io.BufferedReader]:
     """Open a regular file for reading; raises NotRegularError for any other, because opening a pipe
-    would wait for its writer, and a device may have no end.
+    would wait for its writer, and a device may have no end, and OSError if it cannot be opened.
     """
     try:
         mode = os.stat(path).st_mode

@@ -59,14 +59,14 @@ def private_file_flags() -> int:
 
 
 def existing_file_flags() -> int:
-    """Return the flags of os.open() for a file that may be anything; a pipe does not wait."""
+    """Return the flags of os.open() for a file of any kind; opening a pipe does not wait."""
     return os.O_RDWR | file_flags(
         "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_BINARY", "O_NOINHERIT"
     )
 
 
 def read_at(descriptor: int, size: int, offset: int) -> bytes:
-    """Read up to `size` bytes from `offset`; raises OSError."""
+    """Read up to `size` bytes from `offset`, fewer at the end; raises OSError if that fails."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, size, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)
@@ -74,7 +74,7 @@ def read_at(descriptor: int, size: int, offset: int) -> bytes:
 
 
 def write_at(descriptor: int, data: bytes, offset: int) -> int:
-    """Write bytes at `offset`; returns how many were written. Raises OSError."""
+    """Write bytes at `offset`; returns how many were written. Raises OSError if none can be."""
     if hasattr(os, "pwrite"):
         return os.pwrite(descriptor, data, offset)
     os.lseek(descriptor, offset, os.SEEK_SET)
@@ -84,16 +84,15 @@ def write_at(descriptor: int, data: bytes, offset: int) -> int:
 def set_times(
     path: str | os.PathLike[str], descriptor: int, *, used_ns: int, changed_ns: int
 ) -> None:
-    """Set the times of an open file, even if another file has got its name; raises OSError.
-
-    On Windows, no file gets the name of an open one.
+    """Set the times of an open file, even if another file has got its name. On Windows, no file
+    gets the name of an open one. Raises OSError if the times cannot be set.
     """
     target = descriptor if os.utime in os.supports_fd else path
     os.utime(target, ns=(used_ns, changed_ns))
 
 
 def number_of(descriptor: int) -> int:
-    """Return the number of an open file that the extension uses: on Windows, that of its handle."""
+    """Return the number by which the extension knows an open file; on Windows, its handle's."""
     return int(_msvcrt().get_osfhandle(descriptor)) if WINDOWS else descriptor
 
 
@@ -154,10 +153,11 @@ def remove_and_close(path: str | os.PathLike[str], descriptor: int) -> bool:
 def rename_and_close(
     path: str | os.PathLike[str], target: str | os.PathLike[str], descriptor: int
 ) -> None:
-    """Rename a file that is open, replacing `target`, and close it; raises OSError.
+    """Rename a file that is open, replacing `target`, and close it in any case; raises OSError if
+    it cannot be renamed.
 
-    A lock is held until the file has its new name, except on Windows, which renames only files
-    that are closed.
+    A lock is held until the file has its new name, except on Windows, which renames only files that
+    are closed.
     """
     if WINDOWS:
         _close(descriptor)
@@ -174,7 +174,7 @@ def _close(descriptor: int) -> None:
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Write a file to the disk; raises OSError."""
+    """Have the system write a file to the disk; raises OSError if it cannot."""
     descriptor = os.open(path, os.O_RDWR)  # Windows syncs no file that is open for reading.
     try:
         os.fsync(descriptor)

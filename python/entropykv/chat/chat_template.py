@@ -43,9 +43,9 @@ class TemplateTraits:
     """
 
     shows_tools: bool = False
-    """True if it shows the definitions of the tools."""
+    """True if the template shows the definitions of the tools."""
     shows_calls: bool = False
-    """True if it shows an assistant's calls, and messages of role tool."""
+    """True if the template shows an assistant's calls, and messages of role tool."""
     object_arguments: bool = False
     """True if arguments of a call must be objects, because JSON text would be quoted a
     second time.
@@ -53,7 +53,7 @@ class TemplateTraits:
     null_content: bool = False
     """True if a message with tool calls may have null as its content."""
     thinking_field: bool = False
-    """True if it reads the thought before a call from the field `thinking`, as gpt-oss's template
+    """True if the template reads the thought before a call from the field `thinking`, as gpt-oss's
     does.
     """
 

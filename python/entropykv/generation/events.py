@@ -177,7 +177,7 @@ class _Answer:
         yield PromptRead(end, n_cached, time.perf_counter() - start, values)
 
     def chooser(self) -> Chooser:
-        """Return what chooses the tokens; raises SettingsError."""
+        """Return what chooses the tokens; raises the SettingsErrors of Chooser."""
         return Chooser(self._sampling(), self._session, self._with)
 
     def write(self, chooser: Chooser, has_enough: Callable[[], bool]) -> Iterator[Event]:
@@ -262,7 +262,7 @@ class StopFinder:
     """Find the first of some texts in an answer that comes in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Look for these texts, but not for empty ones, which every answer contains."""
+        """Look for `stops`, but not for empty texts, which every answer contains."""
         self._stops = [stop for stop in stops if stop]
         self._held = ""
         self.found: str | None = None
@@ -285,12 +285,12 @@ class StopFinder:
         return held[:sure]
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back because it may begin a stop text."""
         held, self._held = self._held, ""
         return held
 
     def _unfinished(self, text: str) -> int:
-        """Return the length of the longest end of a text that begins one of the texts."""
+        """Return the length of the longest end of a text that begins a stop text."""
         longest = max(map(len, self._stops)) - 1
         for size in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
@@ -328,7 +328,7 @@ class CompletionReader:
 
     def parts(self, events: Iterator[Event]) -> Iterator[CompletionPart]:
         """Yield a part for every piece of text, with the tokens and values since the part before,
-        and a last part with the rest and the reason of the end.
+        and a last part, which says why the completion has ended.
         """
         text, values, tokens = self._echo, list[TokenLogprob](), list[int]()
         for event in events:

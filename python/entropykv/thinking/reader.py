@@ -110,7 +110,7 @@ _ANY = "/(?s:.+)/"
 def before_answer(
     tags: ThoughtTags, *, opened: bool
 ) -> Callable[[Callable[[str], int | None]], str]:
-    """Return a function for Constraint.behind(): a thought, followed by the answer.
+    """Return a function for Constraint.behind(), whose rules say: a thought, then the answer.
 
     The function gets a TokenOf, which returns the token of the vocabulary that a text is, or None
     if the text is not exactly one token; it returns rules in Lark. `opened`: the prompt ends within
@@ -137,7 +137,9 @@ def before_answer(
 
 
 def _up_to(end: str, token: int | None) -> str:
-    """Return the rule `within`: any text, and the tag `end`, at its first place in the text."""
+    """Return the rule `within`: any text up to the first tag `end`, and that tag; `token`: the
+    tag's token, or None.
+    """
     if token is not None:
         return f"within: ANY? <[{token}]>\nANY: {_ANY}"
     return f"within[lazy]: ANY {json.dumps(end, ensure_ascii=False)}\nANY: /(?s:.*)/"
@@ -159,7 +161,7 @@ class ThoughtReader(Protocol):
         """Add the next piece; returns the parts that are certain now."""
 
     def finish(self) -> Parts:
-        """Return the rest."""
+        """Return the parts of what was held back, once the text has ended."""
 
 
 def reader_of(tags: ThoughtTags, *, opened: bool) -> ThoughtReader:

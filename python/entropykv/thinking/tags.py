@@ -13,7 +13,9 @@ from typing import Any, Literal, get_args
 
 ThoughtFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 FORMATS: tuple[ThoughtFormat, ...] = get_args(ThoughtFormat)
-"""llama.cpp's names: `none` leaves thoughts in the answer, `auto` means `deepseek`."""
+"""llama.cpp's names: `none` leaves thoughts in the answer, `deepseek` shows them apart, as does
+`auto`, and `deepseek-legacy` does both.
+"""
 MOST_MESSAGE = 4_096
 """The most characters of the message that ends a thought."""
 
@@ -126,13 +128,13 @@ class AnswerFrame:
     opening: str = ""
     """The end of a prompt that later turns leave out, such as <think> and a line end."""
     lead: str = ""
-    """The text that later turns have instead, before the text of the answer."""
+    """The text that later turns have instead of `opening`, before the text of the answer."""
 
 
 def frame_of(render: Callable[[Messages], str]) -> AnswerFrame:
     """Return the frame of a template's answers; `render` makes a prompt from messages.
 
-    The frame is empty if the template leaves out former answers.
+    The frame is empty if the template leaves out former answers, or shows more than a frame.
     """
     question = {"role": "user", "content": "Hi"}
     first = render([question])

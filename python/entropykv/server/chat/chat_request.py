@@ -188,18 +188,20 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return self.n
 
     def most_written(self) -> int | None:
-        """Return the limit in one of the two fields of OpenAI's API."""
+        """Return the most tokens of the answer: max_tokens, or else max_completion_tokens."""
         return self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
 
     def document_name(self) -> str | None:
         """Return the name of the document that the request names in its field `document` or in a
-        message; None without one. Raises RequestError.
+        message; None without one. Raises RequestError for several documents, and for a file in a
+        message.
         """
         return document_named(self.document, (message.content for message in self.messages))
 
     def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = ChatWriter) -> Any:
         """Generate one choice, and return the answer, or with `stream` an iterator of its chunks,
-        in the form of the writer that `make` returns. Raises RequestError.
+        in the form of the writer that `make` returns. Raises RequestError for fields that
+        contradict each other or the model, and the errors of prompt() and Answering.answer().
         """
         check_passages(self.passages, job)
         if self.top_logprobs and not self.logprobs:
@@ -248,7 +250,8 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
     def prompt(self, job: Answering, use: ToolUse | None) -> Prompt:
         """Return the prompt of the chat, with its images or the document that it asks about.
 
-        Raises RequestError.
+        Raises RequestError for images or tools beside a document, and the errors of prompt_parts(),
+        chat_prompt_of() and question_prompt().
         """
         parts = self.prompt_parts(job.model, use)
         if job.document is None:
@@ -285,7 +288,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         )
 
     def _continues(self) -> bool:
-        """Tell whether the answer continues the last message; raises RequestError."""
+        """Tell whether the answer continues the last message; raises RequestError if it should, but
+        this message cannot be continued.
+        """
         last = self.messages[-1]
         is_ours = last.role == "assistant" and len(self.messages) > 1
         asked = self.continue_final_message
@@ -342,7 +347,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return without_marks(text), model.tokenize(text, add_bos=not is_chat)
 
     def template_arguments(self, model: LoadedModel) -> dict[str, Any]:
-        """Return the variables of the chat template besides the messages; raises RequestError."""
+        """Return the variables of the chat template besides the messages; raises RequestError if
+        enable_thinking is not true or false.
+        """
         given = dict(self.chat_template_kwargs or {})
         effort = self.reasoning_effort or self.reasoning.effort
         if effort == "none":
@@ -374,7 +381,7 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
 
     def tool_use(self) -> ToolUse | None:
         """Return the tools of the request, also those in the older fields `functions` and
-        `function_call`; None if no tool may be called. Raises RequestError.
+        `function_call`; None if no tool may be called. Raises the errors of ToolUse.of().
         """
         if self.functions is None:
             return ToolUse.of(self.tools, self.tool_choice, parallel=self.parallel_tool_calls)
@@ -386,24 +393,23 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
     def shown_messages(
         self, model: LoadedModel, use: ToolUse | None, images: ImageParts
     ) -> list[dict[str, Any]]:
-        """Return the messages for the model's chat template; raises RequestError."""
+        """Return the messages for the model's chat template: see template_messages()."""
         told = use is not None and not model.traits.shows_tools
         instructions = use.instructions() if use is not None and told else None
         return template_messages(self.messages, model.traits, instructions, images)
 
     def reads_calls(self, use: ToolUse | None) -> bool:
         """Tell whether calls are read from the answer: not if response_format asks for JSON, which
-        may only look like a call, unless a call is required.
+        could be mistaken for a call, unless a call is required.
         """
         asked = self.response_format
         return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))
 
     def _asked_constraint(self, use: ToolUse | None) -> tuple[str, Constraint] | None:
-        """Return the constraint of the answer, after the name of the field that gives it; None
-        without any. Raises RequestError.
+        """Return the field that says what the answer must be, and its constraint; None if no field
+        does. Raises RequestError for several fields, and for a value that is no constraint.
 
-        If a call is required, no other field counts: a response_format is then that of later
-        answers.
+        A required call takes precedence: response_format then describes later answers.
         """
         call = None if use is None else use.constraint()
         if call is not None:

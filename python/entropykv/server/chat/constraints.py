@@ -24,7 +24,7 @@ _NO_NAMES = frozenset({"const", "enum", "default", "examples"})
 
 
 class StructuredOutputs(BaseModel):
-    """Say what an answer must be, as vLLM's clients send it: one of these fields is given."""
+    """Hold what an answer must be, in the form of vLLM's clients, who give one of the fields."""
 
     model_config = ConfigDict(populate_by_name=True, extra="forbid")
 
@@ -54,7 +54,9 @@ class ConstraintFields(BaseModel):
     guided_grammar: Source | None = None
 
     def constraints(self) -> dict[str, Constraint]:
-        """Return the constraints by the fields that give them; raises RequestError."""
+        """Return the constraint of each field that is given, by the field's name; raises
+        RequestError for a value that is no constraint.
+        """
         vllm = self.structured_outputs or StructuredOutputs()
         makers: dict[str, tuple[Any, Callable[[Any], Constraint]]] = {
             "grammar": (self.grammar or None, Constraint.of),
@@ -78,8 +80,8 @@ class ConstraintFields(BaseModel):
 
 
 def single(constraints: dict[str, Constraint]) -> tuple[str, Constraint] | None:
-    """Return the only constraint, with its field; None without any. Raises RequestError for
-    several.
+    """Return the field and the constraint if there is only one; None if there is none. Raises
+    RequestError for several.
     """
     if len(constraints) > 1:
         first, second = list(constraints)[:2]
@@ -104,9 +106,10 @@ def _any_object(_: Any) -> Constraint:
 
 
 def embedded(schema: Any, place: str) -> Any:
-    """Return a schema that can stand within another one, at a path such as #/$defs/a.
+    """Return a copy of a schema for a place within another schema, a path such as #/$defs/a.
 
-    References in it begin at its own root (#); they are changed to begin at `place`.
+    References that begin at the root of `schema` (#) begin at `place` in the copy. A part with an
+    $id stays as it is, because it is the root of the references in it.
     """
     if isinstance(schema, list):
         return [embedded(part, place) for part in schema]

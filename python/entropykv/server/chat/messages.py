@@ -25,9 +25,9 @@ from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.session.images import Images
 
 KINDS = ("image_url", "input_image")
-"""Types of content parts that contain an image: in chat completions, and in responses."""
+"""Types of content parts with an image: in chat completions, and in OpenAI's Responses API."""
 _DOCUMENT_KINDS = ("file", "input_file")
-"""Types of content parts that name a document: in chat completions, and in responses."""
+"""Types of content parts that name a document: in chat completions, and in the Responses API."""
 
 
 class ImageParts:
@@ -45,7 +45,9 @@ class ImageParts:
     def take(self, part: dict[str, Any], place: str) -> str:
         """Store the image of a content part, and return its marker for the text.
 
-        Raises RequestError, which names the `place` of the part in the request.
+        Raises RequestError, which names the `place` of the part in the request, for a model without
+        projector, for too many images, and for a part without an image file in base64 or with too
+        large a one.
         """
         images = self._images
         if images is None:
@@ -142,11 +144,12 @@ class Message(BaseModel):
     function_call: CalledFunction | None = None
 
     def text(self, place: str, images: ImageParts) -> str | None:
-        """Return the text, with parts joined by line ends as in llama-server. Null content is the
-        empty text, or None if an assistant's message has calls.
+        """Return the text of the message: its parts joined by line ends as in llama-server, without
+        those that name a document. Null content is an empty text, or None if an assistant's message
+        has calls.
 
-        `images` collects the images of a user, and returns their markers for the text. `place`
-        names the message in a RequestError, for parts of another kind.
+        `images` collects the images of a user, and returns their markers for the text. Raises
+        RequestError, with `place` as the name of the message, for parts of any other kind.
         """
         if self.content is None:
             return None if self.role == "assistant" and self.calls() else ""
@@ -193,8 +196,8 @@ def document_named(field_value: str | None, contents: Iterable[Any]) -> str | No
     """Return the name of the document that a request asks about, from its field `document` or from
     a part of a message; None if it names none.
 
-    `contents` are the contents of its messages. Raises RequestError (400) for several documents,
-    and for a part that contains a file itself.
+    `contents` are the contents of the request's messages. Raises RequestError (400) for several
+    documents, and for a part that contains a file itself.
     """
     names = [] if field_value is None else [field_value]
     for content in contents:
@@ -314,8 +317,9 @@ class ChatParts:
     """The beginning of the answer, which the model continues."""
 
     def text(self, model: LoadedModel, messages: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """Return the text of the prompt for LoadedModel.tokenize(): names of control tokens in what
-        users, tools and documents say have marks. `messages` None: those of this object.
+        """Return the text of the prompt for LoadedModel.tokenize(), which finds no control tokens
+        in what users, tools and documents say, because their names are marked. `messages` None:
+        those of this object.
 
         Raises RequestError for an answer that cannot be continued, and the errors of the template.
         """
@@ -344,7 +348,8 @@ class ChatParts:
 def chat_prompt_of(job: Answering, parts: ChatParts) -> Prompt:
     """Return the prompt of a chat.
 
-    Raises RequestError for images that cannot be read, and the errors of the template.
+    Raises RequestError for images that cannot be read and a text that takes too long to tokenise,
+    ContextError for images of too many tokens, and the errors of ChatParts.text().
     """
     model = job.model
     text = parts.text(model)
@@ -378,7 +383,9 @@ def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
     """Return the prompt of a chat about the job's document: the document's tokens, then the chat's.
 
     The template shows a mark where the document stands, and only the text behind the mark is
-    tokenised: a question goes on in the user's turn that the document began. Raises RequestError.
+    tokenised: a question goes on in the user's turn that the document began. Raises RequestError
+    for a document that cannot be loaded and a chat that does not begin with the user, and the
+    errors of ChatParts.text().
     """
     model, document = job.model, job.document_tokens()
     mark = f"[document {secrets.token_hex(16)}]"
@@ -391,9 +398,8 @@ def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
 def _about_document(messages: list[dict[str, Any]], mark: str) -> list[dict[str, Any]]:
     """Return the messages of a chat with the document's mark at their beginning.
 
-    A system message would stand before the document, which was read without it: it is shown behind
-    the document, before the question. Raises RequestError (400) if the first other message is not
-    the user's.
+    Text of system messages stands behind the document, before the question, because the document
+    was read without it. Raises RequestError (400) if the first other message is not the user's.
     """
     system = [str(each["content"]) for each in messages if each["role"] == "system"]
     others = [each for each in messages if each["role"] != "system"]

@@ -24,7 +24,7 @@ _OF_CALLS = _ARGUMENTS | {"name", "id", "type"}
 _PLAIN = frozenset(
     {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
 )
-"""Keywords of a schema that say nothing about properties without a name."""
+"""Keywords of a schema that do not say whether it allows properties which it does not name."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _INSTRUCTIONS = """\
 You may call tools. They are described here as JSON, within <tools></tools>:
@@ -38,14 +38,12 @@ To call one, write an object with its name and its arguments within <tool_call><
 
 
 def as_json(value: Any) -> str:
-    """Return JSON as models read and write it: with the characters of all languages."""
+    """Return a value as JSON; as models write it, characters beyond ASCII are not escaped."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def call_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call; if the model has written anything but an object, an empty
-    one.
-    """
+    """Return the arguments of a call in OpenAI's form; {} if the model has written no object."""
     arguments = json_of(call["function"]["arguments"])
     return arguments if isinstance(arguments, dict) else {}
 
@@ -90,7 +88,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Hold the tools of one request, all of which the model is told of.
+    """Hold the tools of one request; the prompt shows all of them.
 
     `required`: the answer must be a call. `only`: the name of the tool that it must call.
     `parallel`: whether an answer may have several calls; else what follows the first is left out.
@@ -138,7 +136,9 @@ class ToolUse:
         return _INSTRUCTIONS.format(tools="\n".join(map(as_json, self.definitions())))
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the answer; None if it may be text. Raises RequestError."""
+        """Return the constraint of the answer; None if it may be text. Raises RequestError for a
+        tool whose parameters are no schema that can be followed.
+        """
         if not self.required:
             return None
         definitions: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class CallReader:
         return self._read(ended=False)
 
     def finish(self) -> AnswerPart:
-        """Return the rest of the answer."""
+        """Return what was held back, once the answer has ended."""
         part = self._read(ended=True)
         spaces = "" if self._called else self._spaces
         return AnswerPart(part.text + spaces, part.calls)
@@ -273,8 +273,8 @@ class CallReader:
         return AnswerPart(text, calls)
 
     def _skip_end_tag(self, *, ended: bool) -> bool:
-        """Leave out white space and an end tag behind a call; returns False if more of them may
-        come.
+        """Leave out white space and an end tag behind a call; returns False if more text may belong
+        to these.
         """
         if not self._behind:
             return True
@@ -288,8 +288,9 @@ class CallReader:
         return not self._behind
 
     def _candidate(self, *, ended: bool) -> tuple[int, int]:
-        """Return where JSON that may be a call begins in _held, with its tag, and the size of the
-        tag; a size of -1: nowhere, and the text before may be shown.
+        """Return where in _held something begins that may be a call, and how long its tag is (0: it
+        has none). With -1 as the second number there is no such place, and the text before the
+        first one may be shown.
         """
         if self._bare:
             begin = len(self._held) - len(self._held.lstrip())
@@ -305,7 +306,9 @@ class CallReader:
         return len(self._held) - (0 if ended else begun(self._held, (_BEGIN,))), -1
 
     def _show(self, size: int) -> str:
-        """Take text from the beginning of _held; white space at its end waits for more text."""
+        """Take `size` characters from the beginning of _held, and return what of them can be shown;
+        white space at their end waits for more text.
+        """
         text = self._spaces + self._held[:size]
         self._held = self._held[size:]
         shown = text.rstrip()
@@ -314,17 +317,18 @@ class CallReader:
 
 
 _OPEN: Any = object()
-"""Says that JSON has not ended yet."""
+"""Returned for JSON that has not ended yet."""
 _LONGEST_WORD = 16
-"""More characters than any word or escape of JSON has, which an answer may have written in part."""
+"""More characters than any word or escape of JSON, which may be incomplete at the end of a text."""
 _DECODER = json.JSONDecoder(strict=False)
 """Accepts line breaks in strings, which models write although JSON requires escapes."""
 
 
 def _json_at(text: str, begin: int, *, ended: bool) -> Any:
-    """Return the object or list of JSON that begins behind white space, and where it ends.
+    """Return the JSON object or list behind white space at `begin`, and the place where it ends.
 
-    Without any, the value is None, and ends where it begins; _OPEN: the text ends before it does.
+    If there is none, return None, and the place before which the text is no call; _OPEN: only more
+    text can tell. `ended`: no more text follows.
     """
     first = begin + len(text[begin:]) - len(text[begin:].lstrip())
     if first == len(text) and not ended:

@@ -46,8 +46,9 @@ def written(
 ) -> dict[str, Any] | Iterator[Chunk]:
     """Return the answer of a job as a client wants it: its chunks if it `streams`, else whole.
 
-    `tells_progress`: chunks tell how much of the prompt was read, in the forms whose writer has a
-    begin(), a chunk without text. The other parameters are those of Answering.answer().
+    `tells_progress`: chunks tell how much of the prompt was read, if the writer has a method
+    begin(), which returns a chunk without text. The other parameters are those of
+    Answering.answer().
     """
     begin: Callable[[], Chunk] | None = getattr(writer, "begin", None)
 
@@ -73,7 +74,7 @@ def usage_of(job: Answering) -> dict[str, Any]:
 
 def usage(n_prompt: int, n_cached: int, n_written: int, n_thought: int | None) -> dict[str, Any]:
     """Return OpenAI's `usage`: how many tokens a prompt has, how many of them were read before, how
-    many an answer has, and how many of those are thoughts; None if the model has none.
+    many an answer has, and how many of those are thoughts (None: the model does not think).
     """
     told: dict[str, Any] = {
         "prompt_tokens": n_prompt,
@@ -87,8 +88,8 @@ def usage(n_prompt: int, n_cached: int, n_written: int, n_thought: int | None) -
 
 
 def timings_of(job: Answering) -> dict[str, Any]:
-    """Return numbers of tokens and times of a job, so far, in llama-server's words; what cannot be
-    divided is 0.
+    """Return numbers of tokens and times of a job, so far, in llama-server's words; a rate is 0 if
+    no token was read or written.
 
     Reading the prompt already yields the first token of the answer, so the answer's rates count one
     token less.
@@ -162,7 +163,7 @@ class AnswerForm:
     job: Answering
     prompt: Prompt
     name: str
-    """The name of the model."""
+    """The name of the model, as the answer shows it."""
     thoughts: ThoughtFormat = "none"
     """Where thoughts are shown."""
     use: ToolUse | None = None
@@ -180,11 +181,11 @@ class AnswerForm:
     """
 
     def parts(self, events: Iterator[Event], *, whole: bool = False) -> Iterator[SaidPart]:
-        """Yield what each event adds to an answer; that the prompt was read adds nothing.
+        """Yield what each event adds to an answer; an empty part for PromptRead.
 
-        A call is in the part in which its JSON has ended; if only one is allowed, the answer ends
-        behind it. deepseek-legacy leaves thoughts in the text, and `whole` answers have them beside
-        it, too.
+        A call is in the part in which its JSON has ended; if only one is allowed, `job.has_enough`
+        becomes true with it, which ends the answer. Format deepseek-legacy leaves thoughts in the
+        text, and also shows them apart if the answer is `whole`.
         """
         reader = None if self.use is None else CallReader(self.use)
         thought = self.prompt.thought
@@ -278,8 +279,8 @@ class CompletionWriter:
 
 
 def passages_of(job: Answering) -> dict[str, Any]:
-    """Return the field of a choice with the passages that the answer looked at, if they were asked
-    for.
+    """Return the field `passages` of a choice, with those that the answer looked at (None: nothing
+    measured that); no field if none were asked for.
     """
     if not job.n_passages:
         return {}
@@ -348,7 +349,7 @@ class ChatWriter:
     def _chunk(
         self, delta: dict[str, Any], values: list[TokenLogprob], reason: str | None = None
     ) -> Chunk:
-        """Return a chunk with the log probabilities of the tokens since the last one."""
+        """Return a chunk with the log probabilities in `values`, and empty that list."""
         told = {} if reason is None else passages_of(self._job)
         choice = {
             "index": 0,

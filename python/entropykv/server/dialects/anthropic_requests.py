@@ -259,7 +259,9 @@ class CountedMessages(Request):
     )
 
     def chat_fields(self) -> dict[str, Any]:
-        """Return the fields of a chat completion with the same prompt; raises RequestError."""
+        """Return the fields of a chat completion with the same prompt; raises RequestError for
+        blocks and tools that are not possible here.
+        """
         fields: dict[str, Any] = {"model": self.model, "messages": [*self._messages()]}
         if self.tools:
             fields["tools"] = [_tool(tool, i) for i, tool in enumerate(self.tools)]
@@ -303,7 +305,9 @@ class CountedMessages(Request):
                 yield from _asked(message.content, place)
 
     def chat(self, **more: Any) -> ChatRequest:
-        """Return the request, with `more` fields, as a chat completion; raises RequestError."""
+        """Return the request, with `more` fields, as a chat completion; raises RequestError for a
+        field that a chat completion cannot have.
+        """
         try:
             return ChatRequest.model_validate({**self.chat_fields(), **more})
         except ValidationError as error:
@@ -333,7 +337,9 @@ class MessagesRequest(CountedMessages):
         return self.document
 
     def call(self, job: Answering) -> Any:
-        """Generate, and return a message or an iterator of events; raises RequestError."""
+        """Generate, and return a message or an iterator of events; raises the errors of chat() and
+        ChatRequest.call().
+        """
         chat = self.chat(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
@@ -420,7 +426,7 @@ def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
     if source.get("type") == "base64":
         kind, data = source.get("media_type", "image/png"), source.get("data", "")
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
-    if source.get("type") == "url":  # The chat refuses all but data:.
+    if source.get("type") == "url":  # ChatRequest refuses all but data: URLs.
         return {"type": "image_url", "image_url": {"url": source.get("url")}}
     raise RequestError(
         400,
@@ -430,7 +436,9 @@ def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _text(block: dict[str, Any], place: str, *, field: str = "text") -> str:
-    """Return the text of a block, also of a document that is plain text; raises RequestError."""
+    """Return the text of a block, also of a document that is plain text; raises RequestError for a
+    block of another type than `field`.
+    """
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         title = f"{block['title']}\n" if isinstance(block.get("title"), str) else ""

@@ -66,8 +66,8 @@ MOST_DEPTH = 128
 recursively.
 """
 MOST_VALUES = 50_000
-"""The most objects, lists and members of objects in a body; in memory they take up to 30 times its
-bytes.
+"""The most objects, lists and members of objects in a body; in memory they take up to 30 times the
+bytes of the body.
 """
 FIRST_ERROR = Field(fail_fast=True)
 """Marks a list that is validated up to its first error."""
@@ -102,7 +102,7 @@ Stop = Annotated[
     ),
     AfterValidator(lambda stop: [each for each in stop if each]),
 ]
-"""Texts that end an answer; empty ones would end it before it begins."""
+"""Texts that end an answer. Empty ones are left out, because they would end it before it begins."""
 Tokens = Annotated[list[int], FIRST_ERROR]
 _Mixed = Annotated[list[int | str], FIRST_ERROR]
 PromptField = (
@@ -149,8 +149,8 @@ TokenLimit = Annotated[int, Field(ge=-2, le=MOST_TOKENS)]
 or the context ends.
 """
 RepeatPenalty = Annotated[float, Field(gt=0)]
-"""1 is no penalty, the default as in llama-server: llama_cpp.server's 1.1 forbids repetitions that
-were asked for.
+"""The penalty of repetitions; 1, the default as in llama-server, is none. The default of
+llama_cpp.server, 1.1, prevents repetitions that were asked for.
 """
 
 
@@ -371,8 +371,8 @@ _REFUSED: dict[str, Refusal] = {
     "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
 }
 OTHERS = OtherFields(_WITHOUT_EFFECT, _REFUSED)
-"""The other fields of OpenAI's completions and chats, of llama-server, and of Ollama, whose clients
-send them to all routes.
+"""The fields of OpenAI's completions and chats, of llama-server, vLLM and Ollama that are not read;
+clients send them to all routes.
 """
 
 
@@ -420,7 +420,7 @@ def _similar(name: str, known: Iterable[str]) -> str:
 
 @cache
 def _names_of(model: type[BaseModel]) -> frozenset[str]:
-    """Return the names and aliases of a model's fields."""
+    """Return the names and aliases of the fields of a request's class."""
     names = set(model.model_fields)
     for field in model.model_fields.values():
         alias = field.validation_alias

@@ -79,7 +79,7 @@ class LlamaServerWriter:
         self._returns_tokens, self._timed, self._fields = returns_tokens, timed, fields
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the answer."""
+        """Return the answer, or only the fields that the request has chosen."""
         said = CompletionReader().whole(events)
         shown = said.tokens if self._returns_tokens else []
         answer = {**self._end(said.text, said.ended), "content": said.text, "tokens": shown}
@@ -91,8 +91,8 @@ class LlamaServerWriter:
         return {path: value for path, value in found.items() if value is not None}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
-        """Yield the chunks of the answer; the last one has all that a whole answer has, but its
-        text.
+        """Yield the chunks of the answer; the last one has no text, and says why and how the answer
+        has ended.
         """
         text = ""
         for part in CompletionReader().parts(events):
@@ -127,7 +127,7 @@ class LlamaServerWriter:
         return [shown_token(self._job.model.model, each, numbered=True) for each in values]
 
     def _end(self, text: str, ended: Ended | None) -> dict[str, Any]:
-        """Return what is known once an answer is complete."""
+        """Return the fields that are known only once an answer is complete."""
         job, request = self._job, self._request
         stop = None if ended is None else ended.stop
         is_cut = ended is not None and ended.reason == "length"
@@ -294,7 +294,7 @@ class LlamaServerRequest(GeneratingRequest):
     user: Name | None = None
 
     def most_written(self) -> int | None:
-        """Return the field n_predict."""
+        """Return the most tokens of the answer: see TokenLimit."""
         return self.n_predict
 
     @property
@@ -311,16 +311,17 @@ class LlamaServerRequest(GeneratingRequest):
 
     @property
     def n_jobs(self) -> int:
-        """Return how many choices all of its prompts have together."""
+        """Return how many choices all prompts of the request have together."""
         return self.n_cmpl
 
     @abstractmethod
     def own_prompt(self, job: Answering) -> Prompt:
-        """Return the prompt; raises RequestError."""
+        """Return the prompt of one choice; raises RequestError if the model cannot read it."""
 
     def call(self, job: Answering) -> Any:
-        """Generate one choice of one prompt; returns a response or its chunks. Raises
-        RequestError.
+        """Generate one choice of one prompt; returns a response, or with `stream` an iterator of
+        its chunks. Raises RequestError for an empty prompt, and the errors of own_prompt(),
+        sampling_of() and Answering.answer().
         """
         model, prompt = job.model, self.own_prompt(job)
         if not prompt.tokens:
@@ -362,11 +363,13 @@ class LlamaServerCompletion(LlamaServerRequest):
 
     @property
     def n_jobs(self) -> int:
-        """Return how many choices all of its prompts have together."""
+        """Return how many choices all prompts of the request have together."""
         return self.n_cmpl * len(self._prompts())
 
     def parts(self) -> list[LlamaServerCompletion]:
-        """Return a request for every choice of every prompt; raises RequestError."""
+        """Return a request for every choice of every prompt; raises RequestError if there is no
+        prompt.
+        """
         if not self._prompts():
             raise RequestError(400, "prompt: the list is empty", param="prompt")
         return [
@@ -382,7 +385,9 @@ class LlamaServerCompletion(LlamaServerRequest):
         return [prompt] if is_one else prompt
 
     def own_prompt(self, job: Answering) -> Prompt:
-        """Return the prompt, behind the document if the request names one; raises RequestError."""
+        """Return the prompt, behind the document if the request names one; raises RequestError for
+        images with a document, and for images, tokens and documents that cannot be read.
+        """
         prompt: Any = self.prompt
         if isinstance(prompt, TextWithImages):
             if job.document is not None:
@@ -416,7 +421,9 @@ class InfillRequest(LlamaServerRequest):
         return [parted(self, number, n_cmpl=1) for number in range(self.n_cmpl)]
 
     def own_prompt(self, job: Answering) -> Prompt:
-        """Return the prompt in the form that the model was trained on; raises RequestError."""
+        """Return the prompt in the form that the model was trained on; raises RequestError for a
+        model that was not trained for it, and for a document.
+        """
         if job.document is not None:
             raise RequestError(400, "document: texts are filled in alone", param="document")
         model = job.model

@@ -43,7 +43,9 @@ class DetokenizeRequest(BaseModel):
 
 
 def llama_server_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes; none waits for a worker, but some load the model that they name."""
+    """Return llama-server's routes that need no worker; some load the model that a
+    request names.
+    """
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.get("/health")
@@ -69,7 +71,7 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
 
     @router.get("/lora-adapters")
     async def adapters() -> list[Any]:
-        """Return no adapter that a request could scale."""
+        """Return no adapters, because requests cannot scale any."""
         return []
 
     # A long answer is written in a thread: FastAPI would do it in the event loop.
@@ -124,7 +126,9 @@ def text_of(engine: Engine, tokens: list[int]) -> str:
 
 
 def tokens_of(engine: Engine, body: TokenizeRequest) -> list[Any]:
-    """Return the tokens of a text, with their texts if they are wanted; raises RequestError."""
+    """Return the tokens of a text, with their texts if they are wanted; raises RequestError for
+    numbers that are no tokens, and for more than MOST_PIECES texts.
+    """
     model = engine.model
     ids = mixed_tokens(
         body.content,
@@ -203,7 +207,8 @@ def _props(engine: Engine) -> dict[str, Any]:
 def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
     """Return what a slot is doing, in llama-server's words.
 
-    For requests of other users, only whether it is busy, because lengths reveal what is asked.
+    Of another user's request, it shows only that the slot is busy, because lengths reveal what is
+    asked.
     """
     answering = engine.running.get(engine.slots[number])
     own = answering if answering is not None and answering.caller.user == user else None

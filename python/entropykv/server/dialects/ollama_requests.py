@@ -101,7 +101,7 @@ class OllamaRequest(Request):
 
     @abstractmethod
     def asked(self, model: LoadedModel) -> ChatRequest | CompletionRequest:
-        """Return the equivalent request of our own API; raises RequestError."""
+        """Return the equivalent request of our own API; raises RequestError if there is none."""
 
     @abstractmethod
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,8 @@ class OllamaRequest(Request):
         """
 
     def call(self, job: Answering, started: float, loaded: float) -> Any:
-        """Generate, and return the answer or an iterator over its lines; raises RequestError.
+        """Generate, and return the answer or an iterator over its lines; raises the errors of
+        asked(), and those of the request that it returns.
 
         `started` and `loaded` are the times of time.monotonic() when the request arrived and when
         its model was loaded.
@@ -197,7 +198,7 @@ class OllamaChat(OllamaRequest):
         return not self.messages
 
     def asked(self, model: LoadedModel) -> ChatRequest:
-        """Return the equivalent chat completion request; raises RequestError."""
+        """Return the equivalent chat completion request; raises RequestError if there is none."""
         self.check(model)
         messages = [each.as_ours() for each in self.messages]
         return _chat_of(self, messages, self.tools)
@@ -226,7 +227,9 @@ class OllamaGenerate(OllamaRequest):
         return not self.prompt
 
     def asked(self, model: LoadedModel) -> ChatRequest | CompletionRequest:
-        """Return the equivalent chat completion or completion request; raises RequestError."""
+        """Return the equivalent chat completion or completion request; raises RequestError if there
+        is none.
+        """
         self.check(model)
         if self.template:
             raise RequestError(
@@ -292,7 +295,7 @@ def _content(text: str, images: list[Any] | None) -> str | list[dict[str, Any]]:
     """Return a text with its images, which Ollama's clients send in base64, in OpenAI's form."""
     if not images:
         return text
-    # The type is not used: the bytes of the file tell.
+    # The type in the URL is not used: the bytes of the file show what it is.
     urls = [f"data:image/png;base64,{image}" for image in images]
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     return [*parts, {"type": "text", "text": text}]
@@ -311,7 +314,7 @@ class _Writer:
         self._started, self._loaded = started, loaded
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the answer."""
+        """Return the answer as one object with the totals."""
         return self._last(self._form.whole(events))
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:

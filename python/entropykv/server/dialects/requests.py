@@ -1,5 +1,5 @@
-"""Define the fields that all requests have in common, and completions, and translate fields into
-what is generated.
+"""Define the fields that all requests have in common, and those of completions, and make a
+GenerationRequest of them.
 """
 
 from __future__ import annotations
@@ -67,21 +67,23 @@ class Choices:
     n: int
     usage: bool = False
     _shown: dict[str, Any] = field(default_factory=dict)
-    """Id and time of the first chunk, which all chunks get."""
+    """Id, time and model of the first chunk, which all chunks get."""
     _costs: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The numbers of tokens of every choice that has ended."""
     _times: dict[str, Any] = field(default_factory=dict)
-    """How long the choice took that has ended first."""
+    """The field `timings` of the choice that has ended first."""
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the joined answer."""
+        """Return one answer with the choices of `answers`, which are those of the first prompt,
+        then those of the next one.
+        """
         choices = [{**each["choices"][0], "index": i} for i, each in enumerate(answers)]
         self._costs = {i: each["usage"] for i, each in enumerate(answers)}
         return {**answers[0], "choices": choices, "usage": self._cost()}
 
     def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a chunk of a choice as a chunk of the joined answer; None if it belongs to the
-        end.
+        """Return a chunk of choice `index` as a chunk of the joined answer; None for a chunk with
+        only numbers of tokens, which end() adds up.
         """
         if not chunk["choices"]:
             self._costs[index] = chunk["usage"]
@@ -166,7 +168,9 @@ class Request(BaseModel):
         return 1
 
     def parts(self) -> Sequence[Any]:
-        """Return a request for every answer; raises RequestError."""
+        """Return one request for each answer; raises RequestError if the fields ask for no answer
+        that is possible.
+        """
         return [self]
 
 
@@ -186,7 +190,7 @@ class GeneratingRequest(Request, ConstraintFields, SamplerFields):
 
     def document_name(self) -> str | None:
         """Return the name of the document that the request names; None without one. Raises
-        RequestError.
+        RequestError for several documents.
         """
         return self.document
 
@@ -198,7 +202,9 @@ class GeneratingRequest(Request, ConstraintFields, SamplerFields):
 
 
 class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ignore[misc]
-    """Define a completion as in llama_cpp.server, without values that it would misunderstand."""
+    """Define a completion as in llama_cpp.server; values that would be misunderstood
+    raise errors.
+    """
 
     model: Name | None = None
     prompt: PromptField = Field(  # type: ignore[assignment]
@@ -223,12 +229,13 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
 
     @property
     def n_jobs(self) -> int:
-        """Return how many choices all of its prompts have together."""
+        """Return how many choices all prompts of the request have together."""
         return self.n * (1 if _is_one(self.prompt) else len(self.prompt))
 
     def call(self, job: Answering, make: Callable[[AnswerForm], Writer] = CompletionWriter) -> Any:
         """Generate one choice of one prompt; returns the answer, or with `stream` an iterator of
-        its chunks, in the form of the writer that `make` returns. Raises RequestError.
+        its chunks, in the form of the writer that `make` returns. Raises RequestError for fields
+        that contradict each other or the model, and the errors of Answering.answer().
         """
         check_passages(self.passages, job)
         (only,) = self._prompts()
@@ -261,8 +268,8 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         )
 
     def _prompt(self, prompt: str | list[int | str], job: Answering) -> Prompt:
-        """Return a prompt with at least one token, all in the vocabulary; texts in a list become
-        their tokens. Raises RequestError.
+        """Return the prompt of one answer: the document's tokens, then those of `prompt`. Raises
+        RequestError for an empty prompt, unknown tokens, and echo or suffix beside a document.
         """
         model, document = job.model, job.document_tokens()
         if document and (self.echo or self.suffix):
@@ -277,7 +284,9 @@ class CompletionRequest(GeneratingRequest, CreateCompletionRequest):  # type: ig
         return Prompt(document + tokens, text, n_document=len(document))
 
     def parts(self) -> list[CompletionRequest]:
-        """Return a request for every choice of every prompt; raises RequestError."""
+        """Return a request for every choice of every prompt; raises RequestError for an empty list
+        of prompts, and for a best_of that asks to compare choices.
+        """
         if self.best_of not in (None, 1, self.n):
             raise RequestError(400, "best_of: choices are not compared here", param="best_of")
         return [
@@ -377,7 +386,9 @@ def given(request: Request, model: LoadedModel, name: str) -> Any:
 def sampling_of(
     request: GeneratingRequest, model: LoadedModel, constraint: Constraint | None
 ) -> Sampling:
-    """Return how the tokens of an answer are chosen; raises RequestError."""
+    """Return how the tokens of an answer are chosen; raises RequestError for values that cannot be
+    combined, and the errors of biases_of().
+    """
     names = _SAMPLING & (type(request).model_fields.keys() | model.request_defaults.keys())
     values = {
         name: given(request, model, name)
@@ -420,7 +431,9 @@ def stops_of(request: GeneratingRequest, model: LoadedModel) -> tuple[str, ...]:
 
 
 def biases_of(request: GeneratingRequest, model: LoadedModel) -> dict[int, float]:
-    """Return the values to add to the logits of tokens; raises RequestError for unknown tokens."""
+    """Return the values to add to the logits of tokens; raises RequestError for unknown tokens, and
+    for values beyond 1000.
+    """
     biases: dict[int, float] = {}
     n_vocab = model.model.n_vocab
     for key, bias in request.logit_bias or ():

@@ -192,7 +192,7 @@ class _TextItem:
         return self._make(self._id, self._text)
 
     def continues(self, *, is_thought: bool) -> bool:
-        """Tell whether a thought, or what is said, belongs to this item."""
+        """Tell whether the next text, a thought or not, belongs to this item."""
         return self._is_thought == is_thought
 
     def begin(self) -> Iterator[dict[str, Any]]:
@@ -293,17 +293,22 @@ class ResponsesRequest(Request):
 
     def document_name(self) -> str | None:
         """Return the name of the document that the request names in its field `document` or in an
-        item; None without one. Raises RequestError.
+        item; None without one. Raises RequestError for several documents, and for a file in an
+        item.
         """
         items = self.input if isinstance(self.input, list) else ()
         return document_named(self.document, (item.get("content") for item in items))
 
     def call(self, job: Answering) -> Any:
-        """Generate, and return a response or an iterator of events; raises RequestError."""
+        """Generate, and return a response or an iterator of events; raises the errors of chat() and
+        ChatRequest.call().
+        """
         return self.chat().call(job, partial(ResponseWriter, self._head(job.model)))
 
     def chat(self) -> ChatRequest:
-        """Return the same request as a chat completion; raises RequestError."""
+        """Return the same request as a chat completion; raises RequestError for items and tools
+        that are not possible here.
+        """
         entries = [{"role": "system", "content": self.instructions}] if self.instructions else []
         entries += _messages(self.input)
         fields: dict[str, Any] = {

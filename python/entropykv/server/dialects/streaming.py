@@ -75,7 +75,8 @@ async def respond(
     functions, each of which generates one answer. `joined` joins their answers, or the chunks of
     these; None: there is one answer. `user`: the conversation of a request without the header
     X-Session-Id. `form`: how chunks are sent, by default as OpenAI's events. `ping`: silent streams
-    get comments or events, so that nobody closes them. Raises RequestError.
+    get comments or events, so that nobody closes them. Raises RequestError for a request that is
+    refused, or that fails before its first chunk.
     """
     caller = Caller(user_of(request.scope), request.headers.get(SESSION_HEADER) or user)
     engine = await models.use(request, model)
@@ -102,7 +103,7 @@ async def _asked_document(
     names none.
 
     The request waits while the document is being read, as long as its client is connected. Raises
-    RequestError.
+    RequestError for a document that this model does not have, and for one that could not be read.
     """
     if name is None:
         return None
@@ -114,7 +115,7 @@ async def _asked_document(
     if not await run_in_threadpool(kept.hold, document):
         if await run_in_threadpool(kept.status, document) is None:
             raise await run_in_threadpool(_of_another_model, models, kept, document)
-        with engine.admission.jobs_of(1):  # Whoever waits counts as a job.
+        with engine.admission.jobs_of(1):  # A request that waits counts as a job.
             await engine.admission.in_time(request, reader.until_ready(document))
         if not await run_in_threadpool(kept.hold, document):
             raise not_there(name)
@@ -248,7 +249,7 @@ class Events(Response):
         await send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def _next(self, seconds: float | None) -> Any:
-        """Return the next chunk or the end; None if there is none within this time."""
+        """Return the next chunk or the end; None if neither comes within `seconds`."""
         with contextlib.suppress(asyncio.QueueEmpty):
             return self._chunks.get_nowait()
         # Do not use wait_for(): before Python 3.12 it loses a chunk that arrives with a
