@@ -66,9 +66,9 @@ class PlantedPassage:
 
     tokens: tuple[int, ...]
     following: tuple[int, ...]
-    """How the text continues."""
+    """The tokens with which the text goes on after the passage."""
     request: tuple[int, ...]
-    """A request to repeat the passage."""
+    """The tokens of a request to repeat the passage."""
     asked: tuple[tuple[int, ...], ...]
     """The tokens of a question about each fact, and those of its answer, in turns."""
 
@@ -105,7 +105,7 @@ def passages_of(
     """Return a passage of every text that is long enough.
 
     `tokenize` adds BOS if the model wants it, `tokenize_plainly` does not. `length`: the most
-    tokens that a passage and what is read after it may have together.
+    tokens that a passage and what is read after it may have together. `seed` determines the facts.
     """
     passages: list[PlantedPassage] = []
     for number, text in enumerate(texts):
@@ -162,7 +162,9 @@ def lessons_of(texts: Sequence[Text], tokenize: Tokenize, length: int) -> list[t
 def comparison_tokens(
     passages: Sequence[PlantedPassage], taught: Sequence[Sequence[int]], predictable: bool
 ) -> int:
-    """Return how many tokens compare_ways() reads; `predictable`: the profile has a predictor."""
+    """Return how many tokens compare_ways() reads; `taught`: see lessons_of(), `predictable`: the
+    profile has a predictor.
+    """
     n_taught = sum(map(len, taught)) if predictable and passages else 0
     return _n_readings(predictable) * sum(passage.n_read for passage in passages) + n_taught
 
@@ -184,7 +186,7 @@ def compare_ways(
     taught: Sequence[tuple[int, ...]] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> WayComparison:
-    """Return what the ways with settings.profile lose, and the best.
+    """Return what a model loses in each way to use settings.profile, and the best way.
 
     Without the profile, the model has learnt from the texts `taught`: see lessons_of(). Without
     passages nothing is compared, and the best way uses only the profile's predictor, if it has one.
@@ -223,8 +225,8 @@ def learnt_from(
     settings: StepSettings,
     on_progress: Progress = lambda _: None,
 ) -> ScorePredictor | None:
-    """Return the predictor that the model of settings.profile learns from texts where it has no
-    profile; None if they teach too little. Raises SettingsError without settings.profile.
+    """Return the predictor that the model learns from the texts `taught` if it does not use
+    settings.profile; None if they teach too little. Raises SettingsError without settings.profile.
     """
     (weights,) = spread.run(teach, settings, [TextWork("taught", tuple(taught))], on_progress)
     return ScorePredictor(tuple(weights), sum(map(len, taught))) if weights else None
@@ -235,7 +237,7 @@ def _table(figures: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
 
 
 def going(way: str) -> WayComparison:
-    """Return a comparison without figures, whose best way is this one, so that policy auto takes
+    """Return a comparison without figures, whose best way is `way`, so that policy auto takes
     it.
     """
     return WayComparison((), 0, (), (), way)
@@ -244,9 +246,10 @@ def going(way: str) -> WayComparison:
 def try_ways(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
-    """Yield for each passage the divergences of its continuation and of its repetition, (ways,
-    budgets), what share of the latter the full cache predicts, which facts it knows, (facts,), and
-    which are known, (ways, budgets, facts): a Step. Raises SettingsError without settings.profile.
+    """Yield for each passage the mean KL divergences of its continuation and of its repetition,
+    each (ways, budgets); the fraction of the repetition that the full cache predicts, (); which
+    facts the full cache knows, (facts,); and which are known inside budgets, (ways, budgets,
+    facts). This function is a Step. Raises SettingsError without settings.profile.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -281,7 +284,8 @@ def as_if(
 ) -> EntropyProfile:
     """Return the profile with a comparison that makes policy auto use it in this way.
 
-    With NO_PROFILE, `learnt` is the predictor that the model has; None: it learns from the text.
+    With NO_PROFILE, `learnt` is the predictor that the model has; None: the model learns one from
+    the text.
     """
     if way == NO_PROFILE:
         return replace(profile, curves=None, predictor=learnt, comparison=None)
@@ -291,9 +295,9 @@ def as_if(
 def teach(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
 ) -> Iterator[Arrays]:
-    """Yield the weights of every layer of the predictor that sessions without the profile learn
-    from the texts; nothing if they teach too little: a Step. Raises SettingsError without
-    settings.profile.
+    """Yield for each piece of work the weights that sessions without the profile learn from its
+    texts, for every layer (KV heads, features); an empty tuple if they teach too little. This
+    function is a Step. Raises SettingsError without settings.profile.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")
@@ -355,13 +359,15 @@ class PassageReader:
         self._full_bytes = 2 * model.geometry.cached_values * len(passage.tokens)
 
     def read_whole(self, profile: EntropyProfile) -> Predictions:
-        """Read with everything kept."""
+        """Read the passage with all entries kept."""
         return self._read(profile, "uniform", "f16", Budget("fraction", 1.0))
 
     def read_inside(
         self, profile: EntropyProfile, fraction: float, kv_type: str = "auto"
     ) -> Predictions:
-        """Read as policy auto does with this profile, inside a fraction of the bytes."""
+        """Read the passage as policy auto does with this profile, inside a fraction of the bytes
+        that it takes in a full f16 cache.
+        """
         budget = Budget("bytes", max(1, int(fraction * self._full_bytes)))
         return self._read(profile, "auto", kv_type, budget)
 

@@ -25,14 +25,15 @@ RECENT_WINDOW = 32
 def texts_of_damage(texts: Sequence[Sequence[int]]) -> int:
     """Return in how many of the texts, from the first on, every layer is measured.
 
-    It is a quarter of those that are long enough, because this reads a text once for every layer,
-    and texts differ little: the damage of the layers in two texts correlates with 0.99.
+    It is a quarter of those that are long enough, because damage_of_text() reads a text once for
+    every layer, and texts differ little: the damage of the layers in two texts correlates with
+    0.99.
     """
     return (sum(len(text) >= LEAST_TEXT for text in texts) + 3) // 4
 
 
 def mean_damage(texts: Sequence[FloatArray]) -> FloatArray | None:
-    """Return the mean damage of every layer, (n_layer,), in nats per token.
+    """Return the mean damage of every layer, (n_layer,), in nats per token and at most MOST_DAMAGE.
 
     `texts`: what damage_of_text() returned. Returns None if there are none.
     """
@@ -47,7 +48,9 @@ def mean_damage(texts: Sequence[FloatArray]) -> FloatArray | None:
 def damage_of_text(
     observer: Observer, text: Sequence[int], on_progress: Callable[[int], None] = lambda _: None
 ) -> FloatArray:
-    """Return the damage of every layer in a text of LEAST_TEXT tokens or more, (n_layer,)."""
+    """Return the damage of every layer, (n_layer,), in nats per token, in a text of LEAST_TEXT
+    tokens or more.
+    """
     damage = np.zeros(observer.n_layer)
     request = observer.tokenize_plainly(REQUEST)
     with observer.reading(half_of(text)) as read:

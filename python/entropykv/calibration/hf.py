@@ -27,7 +27,8 @@ def calibrate_hf(
     """Measure entropies of a model that transformers loads, in float32; loss curves are not
     measured.
 
-    Raises CalibrationError if transformers is missing or cannot load the model.
+    `device`: torch's name of a device. Raises CalibrationError if torch or transformers is missing
+    or cannot load the model, if a text is too short, and for an entropy that is not finite.
     """
     missing = [p for p in ("torch", "transformers") if importlib.util.find_spec(p) is None]
     if missing:
@@ -58,8 +59,8 @@ def calibrate_hf(
 
 
 def load_eager(name: str, device: str, **options: Any) -> tuple[Any, Any]:
-    """Load model and tokenizer; raises CalibrationError with a one-sentence reason if that
-    fails.
+    """Load model and tokenizer, with `options` for from_pretrained(); raises CalibrationError if
+    that fails.
     """
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415

@@ -61,9 +61,9 @@ class Extent:
     """Hold what a calibration will read."""
 
     n_tokens: int
-    """How many tokens, without the repetitions that the predictor is fitted to."""
+    """How many tokens are read, without the repetitions that the predictor is fitted to."""
     seconds: float | None = None
-    """How long this takes on this machine, about; None if it was not estimated."""
+    """About how long the calibration takes on this machine; None without loss curves."""
     curve_texts: int = 0
     """How many texts the loss curves will be measured in."""
     curve_length: int = 0
@@ -79,7 +79,7 @@ class CalibrationSettings:
     are stored as `kv_type` meanwhile. `n_threads` 0: the usable cores. The loss curves are measured
     in `curve_texts` texts of `curve_length` tokens each; 0 texts measure none. The ways to use the
     profile are compared in `compared_texts` others; with 0, policy auto will use its predictor
-    only. Raises SettingsError, naming the field.
+    only. Raises SettingsError for a value out of range, naming the field.
     """
 
     n_sequences: int = 20
@@ -220,7 +220,10 @@ def _observed(
 def observe(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Progress
 ) -> Iterator[Arrays]:
-    """Measure the entropies of short texts, and the losses and damage of long ones: a Step."""
+    """Yield for each short text the means of its entropies over the quarters' rows and over all
+    rows, each (n_layer, n_head); for each long one the arrays that losses_of() reads, and its
+    damage where asked for, (n_layer,). This function is a Step.
+    """
     with Observer(
         settings.path,
         n_ctx=settings.n_ctx,
@@ -309,8 +312,8 @@ def _passages(
 
 
 def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings) -> int:
-    """Return the length of the trained context in tokens; raises SettingsError if texts
-    are longer.
+    """Return the length of the trained context in tokens; raises SettingsError if
+    `settings.max_length` is more.
     """
     trained = read_geometry(path).n_ctx_train
     if settings.max_length > trained:
@@ -324,7 +327,9 @@ def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings
 def excerpts_of(
     texts: Sequence[Text], tokenize: Callable[[str], list[int]], settings: CalibrationSettings
 ) -> list[Excerpt]:
-    """Cut the texts into the sequences of tokens that are read."""
+    """Cut the texts as `settings` says; raises CalibrationError for a text of fewer than 4
+    tokens.
+    """
     return choose_sequences(
         texts,
         tokenize,
@@ -389,7 +394,9 @@ def measure(
 
 
 def mean_entropies(rows: npt.NDArray[np.float32]) -> tuple[FloatArray, FloatArray]:
-    """Return the means over the quarters' rows and over all rows, each (n_layer, n_head)."""
+    """Return the means of (n_layer, n_tokens, n_head) over the quarters' rows and over all rows,
+    each (n_layer, n_head).
+    """
     precise = rows.astype(np.float64)
     return precise[:, quarter_rows(rows.shape[1])].mean(axis=1), precise.mean(axis=1)
 

@@ -26,7 +26,7 @@ Entropies = npt.NDArray[np.float32]
 _TIMED_TOKENS = 384
 """How many tokens are read to find out how long calibration will take."""
 _TIMED_ROWS = 64
-"""Of how many tokens logits are computed for the same purpose."""
+"""How many tokens' logits are computed to find out how long calibration will take."""
 
 
 class Observer:
@@ -78,7 +78,7 @@ class Observer:
             raise
 
     def _full_store(self, options: CacheOptions, predictor: ScorePredictor | None) -> HeadwiseStore:
-        """Make a store that evicts nothing, with the predictor if there is one."""
+        """Make the context, and a store that evicts nothing, with the predictor if there is one."""
         config = config_for(options, self.geometry)
         self._context = HeadwiseContext(self._model, config, config.n_ubatch)
         try:
@@ -92,7 +92,9 @@ class Observer:
         return store
 
     def _shape(self) -> tuple[int, int, int]:
-        """Return the numbers of layers, query heads and KV heads."""
+        """Return the numbers of layers, query heads and KV heads; raises UnsupportedModelError if
+        layers differ.
+        """
         layers = self._store.layers
         shapes = {(layer.n_head, layer.n_head_kv) for layer in layers}
         if len(shapes) > 1:
@@ -141,8 +143,8 @@ class Observer:
         return self._model.tokenize(text, add_bos=False, special=False)
 
     def seconds_per_token(self, tokens: Sequence[int]) -> tuple[float, float]:
-        """Return how long this machine takes for a token of a text, which has at least three, and
-        how much longer for one whose logits are computed and compared.
+        """Return how many seconds this machine takes for a token of a text, which has at least
+        three, and how many more if its logits are computed and compared.
 
         A third of the tokens is read before, because the first micro-batch waits for the weights.
         """
@@ -303,6 +305,6 @@ class ReadText:
         return self._attend(tokens, self._position)
 
     def end(self) -> None:
-        """Give the store's pages back to the pool."""
+        """Forget the state at the end of the text, whose pages go back to the pool."""
         if self._whole is not None:
             self._whole.drop()

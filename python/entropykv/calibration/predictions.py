@@ -16,11 +16,13 @@ LEAST_TEXT = 256
 """The shortest text in tokens; half of a shorter one hardly exceeds the protected entries."""
 CONTINUATION_FRACTION = 1 / 8
 REPETITION_FRACTION = 1 / 16
-"""How much is predicted, as fractions of the whole text: after its half, and as a repetition."""
+"""CONTINUATION_FRACTION of a text is predicted after its first half, and REPETITION_FRACTION of it
+as a repetition of its beginning.
+"""
 
 
 def half_of(text: Sequence[int]) -> Sequence[int]:
-    """Return the half of a text that is read before anything is predicted."""
+    """Return the first half of a text, which is read before anything is predicted."""
     return text[: len(text) // 2]
 
 

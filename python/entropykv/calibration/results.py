@@ -30,7 +30,8 @@ def read_results(path: str | os.PathLike[str]) -> EntropyProfile:
     {"L0_H0": x} or [layer][head], where x is a number of bits, a list of them over texts (which is
     averaged), or an object with `mean_entropy`, `entropy` or `mean`. Missing geometry is derived
     from the entropies, with one KV head per query head and a context of 2,048 tokens. Raises
-    CalibrationError and ProfileError, naming the field.
+    CalibrationError for a file that cannot be read as one of these, and ProfileError for an invalid
+    field, which it names.
     """
     where = Path(path).name
     try:

@@ -70,7 +70,9 @@ class StepSettings:
         n_threads: int = 0,
         profile: EntropyProfile | None = None,
     ) -> StepSettings:
-        """Return the settings for a model, whose identity is read from its file."""
+        """Return the settings for a model, whose identity is read from its file; raises the errors
+        of read_geometry().
+        """
         identity = identity_of(read_geometry(path))
         return cls(os.fspath(path), identity, kv_type, n_threads, n_ctx, profile)
 

@@ -1,4 +1,4 @@
-"""Trust: in which KV heads predicted scores are worth more than what the text's own queries gave.
+"""Decide in which KV heads predicted scores are added to what the text's own queries gave.
 
 For some heads, no linear function of key and value predicts well enough what they look for; there,
 predictions make a head keep the wrong entries, whatever is asked about the text. So a text is read
@@ -34,7 +34,7 @@ from entropykv.session.second_readings import OVERLAP, REQUEST
 COMPARED = KEEP_FRACTIONS[2:5]
 """The kept fractions of the text that are compared: 1/32 to 1/8, as with small budgets."""
 MOST_TEXTS = 3
-"""The most texts that are used."""
+"""The most texts that trust is measured in."""
 MARGIN = 0.02
 """A head loses its trust if predictions increase its loss by more than this fraction; less is
 noise.
@@ -84,9 +84,9 @@ def head_trust(
 def lose(
     settings: StepSettings, work: Sequence[TextWork], on_progress: Callable[[int], None]
 ) -> Iterator[Arrays]:
-    """Yield one array for each text: the losses over its continuation, and over each repetition of
-    a piece, (1 + REPETITIONS, 2, n_layer, n_head_kv), without and with predictions: a Step. Raises
-    SettingsError without a profile that has a predictor.
+    """Yield for each text one array (1 + REPETITIONS, 2, n_layer, n_head_kv): the losses over its
+    continuation and over each repetition of a piece, without and with predictions. This function is
+    a Step. Raises SettingsError without a profile that has a predictor.
     """
     if settings.profile is None or settings.profile.predictor is None:
         raise SettingsError("trust is of a predictor; give a profile that has one")
@@ -115,7 +115,7 @@ def lose(
 
 
 def _pieces(text: Sequence[int], rules: CurveRules) -> list[Sequence[int]]:
-    """Return the pieces of the text that are repeated, each with the tokens before it."""
+    """Return the pieces of the text that are repeated, each with the OVERLAP tokens before it."""
     starts = [OVERLAP + i * rules.n_read // (REPETITIONS + 1) for i in range(REPETITIONS)]
     return [text[start - OVERLAP : start + int(REPEATED * len(text))] for start in starts]
 

@@ -92,7 +92,8 @@ have.
 """
 _ALIGNMENT = 32
 _HEADER_ROOM = 1 << 20
-_RAW = np.dtype(np.void)  # The writer uses only raw_dtype, and takes shapes as they are given.
+# GGUFWriter uses raw_dtype instead, and takes shapes as they are, unlike for uint8.
+_RAW = np.dtype(np.void)
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ def convert(
     `started` is called with an Estimate before the work starts, and `progress` with (bytes written,
     bytes in total) during it.
 
-    If the conversion fails, no file is left at `target`. Raises ModelFileError,
-    UnsupportedModelError, SettingsError.
+    `force`: an existing `target` is replaced. If the conversion fails, no new file is left. Raises
+    ModelFileError for a damaged source, UnsupportedModelError for a model that cannot be converted,
+    and SettingsError for an option or target that cannot be used.
     """
     source, target = Path(source), Path(target)
     _check_options(weight_type, embedding_type, i2s_layout, activation)
@@ -174,7 +176,7 @@ def _activation(model: Source, wanted: str) -> str:
 
 
 def _main_type(outputs: list[OutputTensor]) -> str:
-    """Return the type that most bytes of the layers have; the file is named after it."""
+    """Return the type of most bytes of the layers, which the file declares as its type."""
     sizes: Counter[str] = Counter()
     for output in outputs:
         if output.name.startswith("blk."):

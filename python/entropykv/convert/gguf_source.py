@@ -56,8 +56,8 @@ _ACTIVATION_OF = {
     "qwen3": "silu",
 }
 _TARGET_OF = {"bitnet-b1.58": "bitnet", "bitnet-25": "bitnet", "qwen2": "llama"}
-# Microsoft's converter writes these names for the pre-tokenizer of Llama 3; llama.cpp does not know
-# them.
+# Microsoft's converter writes falcon_e, or no name, for the pre-tokenizer of Llama 3, which
+# llama.cpp knows as llama-bpe only.
 _UNKNOWN_SPLITS = {None, "falcon_e"}
 _NOT_COPIED = {
     "general.architecture",
@@ -154,7 +154,9 @@ class _I2sReader(HeaderReader):
     def copied(
         self, architecture: str, target: str, *, without: set[str]
     ) -> list[tuple[str, GGUFValueType, RawValue]]:
-        """Return the metadata for the converted file, with the keys of the target architecture."""
+        """Return the metadata for the converted file, with the keys of the target architecture, and
+        none of the keys `without`.
+        """
         fields = [field for field in self.fields.values() if not field.name.startswith("GGUF.")]
         prefix = f"{architecture}."
         kept = []
@@ -179,7 +181,7 @@ def read_gguf(path: Path, *, i2s_layout: str = "x86") -> Source:
     """Read the header of a 1.58-bit GGUF and check every tensor; weights are read later, row by
     row.
 
-    Raises ModelFileError and UnsupportedModelError.
+    Raises ModelFileError for a damaged file, and UnsupportedModelError for another kind of model.
     """
     file_bytes = check_prefix(path)
     with damage_named(path):

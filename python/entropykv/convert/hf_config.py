@@ -51,8 +51,8 @@ class Rope:
     def of_config(
         cls, path: Path, config: dict[str, Any], *, base: float, head_dim: int, n_ctx: int
     ) -> Rope:
-        """Read RoPE from a config.json; raises UnsupportedModelError for a kind that cannot be
-        converted.
+        """Read RoPE from a config.json that may lack its base; raises UnsupportedModelError for a
+        kind that cannot be converted.
         """
         values = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = str(values.get("rope_type", values.get("type", "default")))
@@ -291,7 +291,9 @@ class HfCheckpoint:
             )
 
     def add_metadata(self, writer: GGUFWriter) -> None:
-        """Add the keys of the target architecture, and the tokenizer."""
+        """Add the keys of the target architecture, and the tokenizer; raises ModelFileError for an
+        invalid value, and the errors of add_tokenizer().
+        """
         shape = self.shape
         writer.add_name(self.path.resolve().name)
         writer.add_block_count(shape.n_layer)

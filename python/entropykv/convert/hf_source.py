@@ -148,8 +148,9 @@ def _rounded(value: np.float32, kind: GGMLQuantizationType) -> np.float32:
 def read_hf(path: Path, *, dense: bool = False) -> Source:
     """Read config.json and the headers of the safetensors; weights are read later, row by row.
 
-    `dense` keeps weights that are not packed unchanged; otherwise they are taken for master
-    weights, and quantised. Raises ModelFileError and UnsupportedModelError.
+    Weights that are not packed stay as they are if `dense`; otherwise they are taken for master
+    weights, and quantised. Raises ModelFileError for a damaged checkpoint, and
+    UnsupportedModelError for another kind of model.
     """
     try:
         checkpoint = HfCheckpoint.open(path)
@@ -226,11 +227,11 @@ def _settle_head(checkpoint: HfCheckpoint, tensors: dict[str, Tensor]) -> None:
 
 
 def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
-    """Return llama.cpp's name of a tensor, or the same name where it has none."""
+    """Return llama.cpp's name of a tensor, or `hf_name` if gguf knows none."""
     alias = hf_name
     for theirs, known in _ALIASES.items():
         alias = alias.replace(f".{theirs}.", f".{known}.")
-    if alias == "lm_head.weight":  # gguf has no name for it here.
+    if alias == "lm_head.weight":  # gguf has no name for it in bitnet.
         return HEAD
     return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
 

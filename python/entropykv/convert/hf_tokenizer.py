@@ -33,7 +33,7 @@ def read_pieces(content: bytes) -> list[Piece]:
     file or a model that is not BPE.
 
     The file is a protobuf message, ModelProto in sentencepiece_model.proto, of which only the
-    pieces are read. This needs no sentencepiece package.
+    pieces are read. No sentencepiece package is needed.
     """
     pieces = []
     model_type: int | bytes = 1  # The default of the field is unigram.
@@ -210,8 +210,7 @@ def _vocabulary(tokenizer: dict[str, Any], n_vocab: int) -> tuple[list[str], lis
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of the regular expression that splits a text; None if it does not
-    know it.
+    """Return llama.cpp's name of the regular expression that splits a text; None if there is none.
 
     An unknown expression of the Falcon series is called falcon3: llama.cpp's converter does so for
     Falcon 3, and ik_llama.cpp was seen to run Falcon-E with it.

@@ -143,7 +143,7 @@ def _plain(
 
 
 def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor | None:
-    """Return the weight whose scale a bias must be divided by, or None.
+    """Return the weight whose scale a bias must be divided by; None if it stays as it is.
 
     In the feed-forward layer, llama.cpp adds the bias first and multiplies by the scale afterwards.
     """

@@ -59,7 +59,7 @@ class PermutedFile(FileTensor):
     head_dim: int
 
     def raw(self) -> Bytes:
-        """Return all bytes, with the rows in the new order."""
+        """Return all bytes, with the rows in the order of the llama graph."""
         rows = super().raw().reshape(self.shape[0], -1)
         return permuted_rows(rows, self.head_dim).reshape(-1)
 
@@ -71,8 +71,8 @@ class PermutedFile(FileTensor):
 
 
 def permuted(name: str, tensor: Tensor, head_dim: int) -> Tensor:
-    """Return a query or key projection (weight or bias) in the row order of the llama graph, other
-    tensors unchanged, and those of a wrong size, which check_tensors() reports.
+    """Return a query or key projection (weight or bias) in the row order of the llama graph. Other
+    tensors are returned unchanged, as are those of a wrong size, which check_tensors() reports.
 
     Raises EntropyKVError for a projection that is neither a TernaryTensor nor a FileTensor.
     """

@@ -113,7 +113,7 @@ class ArrayTensor(Tensor):
     values: Floats
 
     def floats(self) -> Floats:
-        """Return the values."""
+        """Return the computed values."""
         return self.values
 
 
@@ -162,9 +162,9 @@ class TernaryTensor(Tensor):
 class Source:
     """Describe a model that can be converted; `add_metadata` writes its metadata and tokenizer.
 
-    `architecture` is the one that the source declares, `target_architecture` the one that is
-    written. If `keeps_types` is true, projections that are not ternary are copied without
-    quantising them.
+    `n_bytes` is the size of its files. `architecture` is the one that the source declares,
+    `target_architecture` the one that is written. If `keeps_types` is true, projections that are
+    not ternary are copied without quantising them.
     """
 
     path: Path
@@ -180,7 +180,7 @@ class Source:
 def read_bytes(path: Path, offset: int, count: int) -> Bytes:
     """Read `count` bytes at `offset`; raises ModelFileError if they cannot be read.
 
-    The file is not mapped, because mapped pages would count as our memory.
+    The file is not mapped, because mapped pages would count as memory of the process.
     """
     try:
         data = np.fromfile(path, dtype=np.uint8, count=count, offset=offset)

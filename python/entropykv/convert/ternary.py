@@ -98,14 +98,14 @@ def is_ternary(values: npt.NDArray[Any]) -> bool:
 
 
 def absmean_inverse(mean: np.float32) -> np.float32:
-    """Return the factor by which WeightQuant of transformers multiplies a weight before rounding
-    it.
+    """Return the factor by which WeightQuant of transformers multiplies weights before it rounds
+    them; `mean`: of their absolute values.
     """
     return np.float32(np.float32(1.0) / max(mean, np.float32(1e-5)))
 
 
 def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
-    """Round master weights to -1, 0 and 1 in F32, as WeightQuant in transformers'
+    """Round master weights to -1, 0 and 1 in F32, as WeightQuant does in transformers'
     integrations/bitnet.py.
 
     The scale of the result is 1 / `inverse`, see absmean_inverse().

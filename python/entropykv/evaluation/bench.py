@@ -28,7 +28,7 @@ from entropykv.settings.cache_options import CacheOptions
 
 WORKS = ("weights", "attention", "rest")
 """The kinds of work: products of weights; storing K and V, and attending to them; norms, rotations
-and all other nodes.
+and all other nodes of the graph.
 """
 
 
@@ -37,10 +37,10 @@ class WorkFigures:
     """Hold the figures of one kind of work of one contestant: `phase` is prompt or decode, `work`
     one of WORKS.
 
-    `seconds`: for the whole prompt, or for decoding BLOCK tokens. `share`: their part of the
+    `seconds`: for the whole prompt, or for decoding BLOCK tokens. `share`: the fraction of the
     seconds of all kinds of work. `ratio`: stock's seconds divided by these. Operations and bytes
-    per second are, for weights, those of the weights as they are read; for attention, those of a
-    full cache's rows (prompt) and of the entries in use (decode); 0 if unknown.
+    per second count, for weights, the weights that are read; for attention, the rows of a full
+    cache (prompt) and the entries in use (decode); 0 if unknown.
     """
 
     phase: str
@@ -54,7 +54,9 @@ class WorkFigures:
 
 @dataclass(frozen=True)
 class AttentionLoad:
-    """Hold the work of attention: operations of a prompt, and bytes of a step; 0 if unknown."""
+    """Hold the operations of attention in reading a prompt, or the bytes of K and V that attention
+    reads while BLOCK tokens are decoded; 0 if unknown.
+    """
 
     operations: float = 0.0
     bytes: float = 0.0
@@ -68,7 +70,7 @@ def works_of(phase: str, times: Times, stock: Times, load: AttentionLoad) -> lis
 
     `times`, and `stock` for stock llama.cpp: seconds, operations and bytes by the kind of work.
     They were measured while every node of the graph was computed separately, also the nodes that
-    entropykv computes.
+    entropykv computes. `load`: the work of attention, which llama.cpp does not count.
     """
     total = sum(seconds for seconds, _, _ in times.values())
     found = []
@@ -114,7 +116,8 @@ _READ_BYTES = 512 << 20  # Far more bytes than any CPU cache has.
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Hold what is measured; lengths are in tokens, budgets are fractions of the length.
+    """Hold what bench() measures; lengths are those of prompts, in tokens, budgets are fractions of
+    the length.
 
     `n_generate`: how many tokens follow a prompt in each of the `rounds`. `n_threads` 0: the usable
     cores. `no_flash`: also measure stock llama.cpp without flash attention.
@@ -135,10 +138,10 @@ class BenchRow:
     """Hold the figures of one contestant at one length: tokens per second, and ratios to stock with
     flash attention.
 
-    `length`: of the prompt, in tokens. A ratio above 1 is faster than stock. `kv_bytes` and
-    `eviction_share` (the share of total time that eviction took) are 0 for stock llama.cpp.
-    `products`: see SessionStats. `works`: the times of weights and of attention separately.
-    `disagreement`: by what share the slowest round took longer than the fastest.
+    `length`: of the prompt, in tokens. A ratio above 1 is faster than stock. `kv_bytes` (the peak
+    of the cache) and `eviction_share` (the fraction of the time that eviction took) are 0 for stock
+    llama.cpp. `products`: see SessionStats. `works`: the times of weights and of attention
+    separately. `disagreement`: by what share the slowest round took longer than the fastest.
     """
 
     length: int
@@ -189,7 +192,7 @@ class _Contestant:
         self.session.hook.measure_work(False)
 
     def works(self, stock: _Contestant) -> tuple[WorkFigures, ...]:
-        """Return the figures of each kind of work; empty if it was not measured."""
+        """Return the figures of each kind of work; empty if take_apart() was not called."""
         return tuple(
             work
             for phase, times in self.apart.items()
@@ -225,7 +228,6 @@ class _Contestant:
         )
 
     def _disagreement(self) -> float:
-        # One round has this many blocks.
         n_blocks = len(self.decode_seconds) // len(self.prompt_seconds)
         firsts = range(0, len(self.decode_seconds), max(1, n_blocks))
         written = [statistics.median(self.decode_seconds[i : i + n_blocks]) for i in firsts]
@@ -240,7 +242,7 @@ def bench(
     """Measure a model; yields the rows of a length once it has been measured.
 
     `progress` is called with (steps done, total steps). Raises the errors of Session, and
-    ContextError for a length that the model cannot have.
+    ContextError for a length below BLOCK, or one that the model cannot have.
     """
     for length in settings.lengths:
         if length < BLOCK:
@@ -315,10 +317,11 @@ def _is_taken_apart(contestant: _Contestant) -> bool:
 
 
 def _set_loads(contestants: Sequence[_Contestant], geometry: ModelGeometry, length: int) -> None:
-    """Set the work of attention for each contestant: stock reads all entries in f16, we read those
-    in our cache.
+    """Set the work of attention for each contestant: stock reads all entries in f16, a Session
+    those that its cache holds.
 
-    The number of rows that a prompt's tokens attend to is known only if nothing was evicted.
+    The number of rows that a prompt's tokens attend to is known only if nothing was evicted;
+    otherwise operations are 0.
     """
     for contestant in contestants:
         held = geometry.cached_values * 2 * (length + BLOCK / 2)
@@ -343,8 +346,8 @@ def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
 
 
 def read_bandwidth(n_threads: int) -> float:
-    """Measure the bytes per second that `n_threads` threads read from memory: the best of
-    5 trials.
+    """Return the bytes per second that `n_threads` threads read from memory, in the best of 5
+    trials.
     """
     return max(_core.read_bandwidth(_READ_BYTES, n_threads) for _ in range(5))
 
@@ -355,7 +358,7 @@ _LETTERS_PER_TOKEN = 3
 @dataclass(frozen=True)
 class DraftRow:
     """Hold the figures of one task: `speed_without` and `speed_with` drafts are medians in tokens
-    per second, `drafted` and `accepted` count tokens.
+    per second, `tokens_per_step` is that with drafts, `drafted` and `accepted` count tokens.
     """
 
     task: str
@@ -434,7 +437,7 @@ def bench_drafts(
 
 
 def write(session: Session, tokens: Sequence[int], n: int) -> tuple[list[int], float]:
-    """Read a prompt, then write n tokens; returns them, and the tokens per second of writing."""
+    """Read a prompt and write n tokens; returns the written ones, and how many per second."""
     session.reset()
     session.decode(tokens)
     start = time.perf_counter()

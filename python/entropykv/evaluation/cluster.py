@@ -27,10 +27,10 @@ class _Work:
     """Name an item that lacks figures."""
 
     part: int
-    """The number of its part."""
+    """The number of the item's part, from 0."""
     digest: str
     known: Sequence[Record]
-    """The figures that are known already."""
+    """The records of the item that are in the log already."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ClusterJob:
     """Model.identity of the model that the evaluation is about."""
 
     def measure(self, work: _Work) -> list[Record]:
-        """Measure one item on this machine; returns what was not known of it.
+        """Measure one item on this machine; returns the records that `work.known` lacks.
 
         Raises SettingsError if the model at the same path is another one here.
         """
@@ -60,7 +60,7 @@ class ClusterJob:
             item = next(item for item in part.items if item.digest == work.digest)
             log = ResultLog(None, {}, {}, work.known)
             evaluation = Evaluation(self.engine, self.combinations, [part.with_only(item)], log)
-            # Progress is not told: a task is seen when it ends.
+            # The caller counts progress when a task ends.
             for _ in evaluation.run(lambda _: None):
                 pass
             before = {record.key for record in work.known}
@@ -82,11 +82,11 @@ def measure_on_cluster(
 ) -> None:
     """Measure everything that the log lacks on the cluster at `address`, and add it to the log.
 
-    `parts` are those of job.request. `tick` is called with 0 while tasks run, and may raise to
-    stop; running tasks then end with the connection, and what they measured is lost. Raises
-    SettingsError if Ray is missing, the cluster cannot be reached, no node has enough CPUs, or a
-    policy learns from earlier items; EntropyKVError if workers die MOST_TRIES times at one item;
-    and the errors of the evaluation.
+    `parts` are those of job.request. `tick` is called with the steps of an item when its task ends,
+    and with 0 while tasks run. It may raise to stop; running tasks then end with the connection,
+    and what they measured is lost. Raises SettingsError if Ray is missing, the cluster cannot be
+    reached, no node has enough CPUs, or a policy learns from earlier items; EntropyKVError if
+    workers die MOST_TRIES times at one item; and the errors of the evaluation.
     """
     _check_order(job, parts)
     items = [{item.digest: item for item in part.items} for part in parts]
@@ -117,7 +117,9 @@ def _missing(job: ClusterJob, parts: Sequence[EvalPart], log: ResultLog) -> Iter
 
 
 def _check_order(job: ClusterJob, parts: Sequence[EvalPart]) -> None:
-    """Refuse policies whose figures depend on the items that the same session read before."""
+    """Raise SettingsError for policies whose figures depend on the items that the same session read
+    before.
+    """
     for combination in job.combinations:
         with combination.session(job.engine, parts[0].n_ctx, parts[0].n_ctx) as session:
             if session.cache.predictor_fit is not None:

@@ -28,7 +28,9 @@ class EngineSettings:
     options: CacheOptions
     """The options of all sessions; a combination replaces policy, type and budget."""
     equal_bytes: bool = False
-    """If true, a fraction means a share of the bytes of the full f16 cache, not of its entries."""
+    """If true, a budget that is a fraction means a share of the bytes of the full f16 cache, not of
+    its entries.
+    """
 
     @functools.cached_property
     def full_bytes_per_token(self) -> int:
@@ -36,7 +38,9 @@ class EngineSettings:
         return 2 * read_geometry(self.model).cached_values
 
     def budget_for(self, budget: Budget, n_tokens: int) -> Budget:
-        """Return the budget to use for a text of n_tokens."""
+        """Return a fraction as the entries (or bytes, with equal_bytes) that it means for a text of
+        n_tokens; fraction 1 without equal_bytes, and other budgets, as they are.
+        """
         if budget.kind != "fraction":
             return budget
         if budget.value == 1.0 and not self.equal_bytes:
@@ -44,7 +48,7 @@ class EngineSettings:
         if self.equal_bytes:
             n_bytes = budget.value * n_tokens * self.full_bytes_per_token
             return Budget("bytes", max(1, int(n_bytes)))
-        # For example, 0.29 of 100 tokens are 29.
+        # 0.29 * 100 is slightly less than 29 in floating point.
         return Budget("tokens", max(2, int(round(budget.value * n_tokens, 9))))
 
     def open_stock(self, n_ctx: int) -> StockSession:
@@ -86,7 +90,9 @@ class Combination:
 def combinations(
     policies: Sequence[str], kv_types: Sequence[str], budgets: Sequence[str]
 ) -> list[Combination]:
-    """Return all combinations without duplicates; raises BudgetError or SettingsError."""
+    """Return all combinations without duplicates; raises BudgetError or SettingsError for an
+    invalid policy, type or budget.
+    """
     for kv_type in kv_types:
         CacheOptions(kv_type=kv_type)
     if "" in policies:

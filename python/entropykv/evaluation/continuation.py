@@ -6,8 +6,8 @@ budget grows by the length of the continuation (as in kvpress) and the true cont
 generated. After that, from the end of the prompt again, tokens are written greedily and compared
 one by one.
 
-Memory: one model at a time; the logits of one micro-batch of one text, and the same rows of the
-reference, whose logits are stored in files (`References`).
+Memory holds one model at a time, the logits of one micro-batch, and the reference's logits for the
+same tokens, which are read from files (`References`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _LEAST_PROMPT = 64
 class Protocol:
     """Hold the lengths of prompt, continuation and greedy text, in tokens.
 
-    `inside`: the budget does not grow. `greedy` 0: nothing is written.
+    `inside`: the budget does not grow for continuation and greedy text. `greedy` 0: nothing is
+    written.
     """
 
     prompt: int
@@ -75,8 +76,8 @@ def prompt_length(
     """Return the length of every prompt in tokens: the wanted one, or the longest that texts and
     context allow.
 
-    `lengths`: the tokens of every text, by name. ContextError names the text that is too short, and
-    by how much.
+    `lengths`: the tokens of every text, by name. Raises ContextError if the prompt and what follows
+    exceed the trained context, or a text, which the error names.
     """
     name, shortest = min(lengths.items(), key=lambda item: item[1])
     room = n_ctx_train - max(continuation, greedy)
@@ -100,7 +101,7 @@ class References:
     (float32 rows) and one of tokens.
 
     They are in a temporary folder, or in `folder`, where an interrupted run leaves them for a later
-    one. The caller makes sure that both runs have the same model and settings.
+    run. The caller makes sure that both runs have the same model and settings.
     """
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
@@ -134,9 +135,10 @@ class References:
         return all(file.exists() for file in files) and files[1].stat().st_size == self._n_bytes
 
     def write(self, digest: str, blocks: Iterator[Logits], greedy: Callable[[], list[int]]) -> None:
-        """Write the rows of a text to its file, then the tokens that `greedy` returns.
+        """Write the logits of a text, given in blocks of rows, to its file, then the tokens that
+        `greedy` returns.
 
-        Raises EntropyKVError if they cannot be written.
+        Raises EntropyKVError if a file cannot be written.
         """
         try:
             with open(self._logits(digest), "wb") as file:
@@ -152,7 +154,7 @@ class References:
             ) from None
 
     def rows(self, digest: str, first: int, n_rows: int) -> Logits:
-        """Read `n_rows` rows of a text from row `first` on: (n_rows, n_vocab)."""
+        """Read `n_rows` rows of a text's logits from row `first` on: (n_rows, n_vocab)."""
         size = self._n_vocab
         values = np.fromfile(
             self._logits(digest), np.float32, count=n_rows * size, offset=4 * first * size
@@ -191,7 +193,7 @@ class ContinuationPart(EvalPart):
 
     def reference(self, stock: StockSession, item: ContinuedText, tick: Tick) -> Values:
         """Store stock's logits and its greedy text for measure(); the returned figures are only
-        speeds.
+        tokens and seconds.
         """
         stock.reset()
         last, prompt_seconds = read(stock, item.tokens, tick)
@@ -262,7 +264,9 @@ class ContinuationPart(EvalPart):
 
 
 def continued_texts(texts: Sequence[Text], model: Model, protocol: Protocol) -> list[ContinuedText]:
-    """Cut those texts that are long enough to the protocol's lengths: see prompt_length()."""
+    """Cut every text into a prompt and its continuation; prompt_length() finds lengths that all
+    texts have.
+    """
     items = []
     for text in texts:
         tokens = tokens_of(model, text)

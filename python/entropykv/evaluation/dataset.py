@@ -17,7 +17,7 @@ from entropykv.llamacpp.model import Model
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL")
 DEFAULT_TEMPLATE = "{context}\n\n{input}"
 Scorer = Callable[[Sequence[str], str], dict[str, float]]
-"""Returns F1 by each of ROUGE_TYPES, given the right answers and the model's answer."""
+"""Returns F1 for each of ROUGE_TYPES, given the right answers and the model's answer."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DatasetPart(AnswersPart):
         self._inside = inside
 
     def growth(self, item: DatasetItem) -> int:  # noqa: ARG002
-        """Return the length of an answer, unless `inside` is set."""
+        """Return the most tokens of an answer; 0 if `inside` is set."""
         return 0 if self._inside else self._max_tokens
 
     def answer(self, session: AnySession, last: Logits, item: DatasetItem, tick: Tick) -> Values:
@@ -88,8 +88,8 @@ def rouge_scorer() -> Scorer:
 
 
 def read_dataset(path: str | os.PathLike[str]) -> list[Question]:
-    """Read the questions of a JSON Lines file; ContextError names the file and line of an invalid
-    one.
+    """Read the questions of a JSON Lines file. Raises ContextError for a file that cannot be read
+    or has no questions, and for an invalid line, which it names.
     """
     questions = []
     # Do not use splitlines(): it also splits at characters that are no line ends in JSON.
@@ -130,7 +130,8 @@ def check_template(template: str) -> None:
 def dataset_items(
     questions: Sequence[Question], model: Model, *, template: str, max_tokens: int, n_ctx: int
 ) -> list[DatasetItem]:
-    """Make prompts of at most n_ctx tokens, with the model's chat template if it has one.
+    """Make prompts with the model's chat template if it has one; a prompt and an answer of
+    max_tokens have at most n_ctx tokens together.
 
     If a context is too long, its middle is left out, as in LongBench. Raises ContextError if a
     prompt is too long even without a context.

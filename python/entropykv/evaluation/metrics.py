@@ -74,7 +74,9 @@ def compare(reference: Logits, other: Logits, tokens: Sequence[int]) -> Agreemen
 
 
 def equal_share(reference: Sequence[int], other: Sequence[int]) -> float:
-    """Return the share of the reference's tokens that `other` has at the same position."""
+    """Return the fraction of positions, up to the longer length, at which both texts have the same
+    token; 1 if both are empty.
+    """
     longest = max(len(reference), len(other))
     return sum(a == b for a, b in zip(reference, other, strict=False)) / longest if longest else 1.0
 

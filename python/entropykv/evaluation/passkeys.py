@@ -77,7 +77,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Wording:
-    """Hold one wording of a fact; {who} is replaced by one of `subjects`."""
+    """Hold one wording of a fact; {who} is replaced by one of `subjects`, and `value` draws a
+    value.
+    """
 
     question: str
     stem: str
@@ -231,7 +233,7 @@ def plant(
     """Plant facts into the beginning of a text; returns the passage, and how the text continues.
 
     The passage has at most `n_tokens` tokens, and `n_facts` facts, or fewer if it has fewer
-    sentences; none if the text has none that fits.
+    sentences; the passage is empty if no sentence fits.
     """
     rng = random.Random(seed)  # noqa: S311
     sentences = [_Sentence(part, count_tokens(part)) for part in split_sentences(text)]
@@ -273,7 +275,9 @@ def _case_of(
     facts: Sequence[Fact],
     planted: Sequence[_Sentence],
 ) -> Case:
-    """Put every fact before a sentence of the passage, which has at least as many sentences."""
+    """Put every fact before a sentence of the passage, which has at least as many sentences as
+    there are facts.
+    """
     places = sorted(rng.sample(range(len(passage)), len(facts)))
     total = sum(sentence.n_tokens for sentence in (*passage, *planted))
     pieces: list[str] = []
@@ -297,7 +301,7 @@ def _fact(rng: random.Random, wording: Wording) -> Fact:
 
 def _passage(rng: random.Random, sentences: Sequence[_Sentence], room: int) -> list[_Sentence]:
     """Return consecutive whole sentences of at most `room` tokens, from a random one on; the first
-    follows the last.
+    sentence follows the last.
     """
     first = rng.randrange(len(sentences))
     return _from_first((*sentences[first:], *sentences[:first]), room)
@@ -367,8 +371,8 @@ def recall_items(
     facts_per_text: int,
     seed: int,
 ) -> list[RecallItem]:
-    """Make passages of the texts; raises the errors of make_cases(), and ContextError if the
-    context is too small.
+    """Make passages of the texts with facts and questions. Raises the errors of make_cases(), and
+    ContextError if a passage with a question exceeds the trained context.
     """
 
     def tokens_of(text: str, *, add_bos: bool = False) -> tuple[int, ...]:

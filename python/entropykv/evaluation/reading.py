@@ -1,5 +1,5 @@
-"""Read and write greedily with a budgeted session or stock llama.cpp, in the same way, and define
-the items that an evaluation measures so.
+"""Read and write greedily with a budgeted session or stock llama.cpp, in the same way; define the
+items that an evaluation measures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class Written:
 def rows_of(
     session: AnySession, tokens: Sequence[int], tick: Tick, *, all_logits: bool = True
 ) -> Iterator[Logits]:
-    """Read tokens; yields the logits of each micro-batch that has some, (tokens, n_vocab)."""
+    """Read tokens; yields the logits of each micro-batch, (tokens, n_vocab). Without all_logits,
+    yields only those of the last token, (1, n_vocab).
+    """
     before = session.position
     for logits in session.reader.read(tokens, all_logits):
         if logits is not None:
@@ -170,7 +172,9 @@ def grow(session: Session, n_tokens: int) -> None:
 
 
 def kept_values(session: Session) -> Values:
-    """Return the number of entries and bytes that a session keeps of what it has read."""
+    """Return the policy and store of a session, the bytes of its budget and of a full cache, and
+    how many entries it keeps and a full cache would keep.
+    """
     stats = session.stats()
     return {
         "policy": stats.policy,

@@ -39,8 +39,8 @@ class EvalRequest:
     `continuation` and `greedy`: how many tokens are predicted, and written, after each prompt;
     `inside`: the budget does not grow for them. `passkey_tokens`, `facts_per_text`: the length of a
     passage with planted facts, and their number. `max_tokens`: the most of an answer to one of the
-    `questions`, whose prompts follow `prompt_template`. `continuation` 0, `passkeys` 0 and an empty
-    list of questions each leave out one part.
+    `questions`, whose prompts follow `prompt_template`. `seed` determines passages and RULER's
+    samples. `continuation` 0, `passkeys` 0 and an empty list of questions each leave out one part.
     """
 
     texts: Sequence[Text] = ()
@@ -65,8 +65,8 @@ class EvalRequest:
     """RULER, which replaces all other parts; its haystacks are made of the texts."""
 
     def __post_init__(self) -> None:
-        """Raise SettingsError if nothing is asked for, or if texts or questions for it are
-        missing.
+        """Raise SettingsError if nothing is asked for, texts are missing, a suite is not alone, the
+        continuation is 1, or the template lacks {context}.
         """
         check_template(self.prompt_template)
         if self.suite is not None:
@@ -97,7 +97,9 @@ class EvalRequest:
         return self.texts or own_texts()
 
     def with_prompt(self, model: Model) -> EvalRequest:
-        """Return the request with a prompt length; ContextError names a text that is too short."""
+        """Return the request with the length of prompts set, if it has continuations; raises the
+        errors of prompt_length().
+        """
         if self.suite is not None or not (self.texts and self.continuation):
             return self
         lengths = {text.name: len(tokens_of(model, text)) for text in self.texts}

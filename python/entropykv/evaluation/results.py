@@ -44,8 +44,8 @@ class ResultLog:
     def __init__(
         self, path: str | None, model: Values, settings: Values, known: Sequence[Record] = ()
     ) -> None:
-        """Read the file if it exists, after the records that are `known` already; raises
-        SettingsError if it belongs to another model or evaluation.
+        """Read the file if it exists; its records are added to those that are `known` already.
+        Raises SettingsError if it is unreadable, damaged, or of another model or evaluation.
         """
         self._path = path
         self._header: Values = json.loads(
@@ -58,7 +58,9 @@ class ResultLog:
             self._load(Path(path))
 
     def begin(self) -> None:
-        """Make the file ready for new records."""
+        """Drop an incomplete last line of the file, or begin a new file; raises SettingsError if
+        that fails.
+        """
         if self._path is None:
             return
         path = Path(self._path)
@@ -70,11 +72,11 @@ class ResultLog:
             _append(path, self._header)
 
     def get(self, contestant: str, part: str, item: Item) -> Record | None:
-        """Return the record of an item, or None."""
+        """Return the record of an item; None if it was not measured."""
         return self._records.get((contestant, part, item.digest))
 
     def add(self, contestant: str, part: str, item: Item, values: Values) -> None:
-        """Add a record."""
+        """Keep the figures of an item; raises SettingsError if the file cannot be written."""
         record = Record(contestant, part, item.name, item.digest, values)
         self._records[record.key] = record
         if self._path is not None:
@@ -137,7 +139,7 @@ def _append(path: Path, content: Values) -> None:
 
 @contextmanager
 def _writable(path: Path) -> Iterator[None]:
-    """Convert an error of writing to SettingsError."""
+    """Convert an OSError in the `with` block to a SettingsError about writing."""
     try:
         yield
     except OSError as error:

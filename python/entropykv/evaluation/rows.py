@@ -21,8 +21,8 @@ class EvalRow:
 
     `kl`: the mean KL divergence from the full cache, in nats per token; `kl_worst`: that of the
     worst text. `perplexity_ratio`: relative to the full cache. `top1`, `greedy_equal` and `recall`
-    are shares, and `rouge...` F1, from 0 to 1. Bytes are those after the prompts of the
-    continuations if there are any, speeds are tokens per second.
+    are shares, and `rouge...` F1, from 0 to 1. Entries and bytes are those after the prompts of the
+    continuations; without any, of the next part that was measured. Speeds are tokens per second.
     """
 
     policy: str
@@ -68,7 +68,7 @@ class EvalRow:
 
 
 def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
-    """Summarise a contestant's records in a row: means over items, but the worst KL divergence."""
+    """Summarise a contestant's records in a row, mostly as means over the items."""
     texts, passkeys, dataset, suite = (
         [record.values for record in records if record.part == part]
         for part in ("continuations", "passkeys", "dataset", "ruler")

@@ -95,7 +95,7 @@ class Evaluation:
             n_tokens = statistics.fmean(len(item.tokens) for item in self._parts[0].items)
             full = n_tokens * self._engine.full_bytes_per_token
             return dataclasses.replace(row, kept=1.0, kv_bytes=full, kv_bytes_full=full)
-        # Use the policy as it was given, because its name may lack the parameters.
+        # The policy as the user gave it: records may name it without its parameters.
         policy = combination.policy
         if policy == AUTO and records:
             policy = f"{AUTO} ({records[0].values['policy']})"

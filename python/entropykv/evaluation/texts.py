@@ -38,8 +38,8 @@ def digest_of(*parts: str) -> str:
 
 
 def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
-    """Read the given files, or those that entropykv ships; raises ContextError for one that is not
-    text, is empty, or is given twice.
+    """Read the given files, or those that entropykv ships; raises ContextError for one that is
+    unreadable, not text, empty, or given twice.
     """
     texts: dict[str, Text] = {}
     for path in sorted(_SHIPPED.glob("*.txt")) if files is None else files:

@@ -1,6 +1,4 @@
-"""Define RULER's tasks: each makes prompts of three parts, from words and numbers of its
-vocabulary.
-"""
+"""Define RULER's tasks: each makes prompts of three parts, from random words and numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +83,7 @@ class Vocabulary:
 
 @functools.cache
 def load_vocabulary() -> Vocabulary:
-    """Read the words; raises MissingExtraError if wonderwords is not installed."""
+    """Return the words of the package wonderwords; raises MissingExtraError if it is missing."""
     try:
         from wonderwords import Defaults, RandomWord  # noqa: PLC0415
     except ImportError:
@@ -118,7 +116,9 @@ _DEPTHS = [round(100 * i / 39) for i in range(40)]
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """Make one of the eight niah tasks; the fields are those of RULER's synthetic.yaml."""
+    """Make one of the eight niah tasks (needle in a haystack); the fields are those of RULER's
+    synthetic.yaml.
+    """
 
     vocabulary: Vocabulary
     essay: tuple[str, ...]
@@ -202,8 +202,8 @@ _EXAMPLE_TOKENS = 500
 class ChainTask:
     """Hide one chain of variable assignments in lines of noise, after an example with its answer.
 
-    This is RULER's vt (variable tracking): find all variables that got one value, each from another
-    one.
+    This is RULER's vt (variable tracking): find all variables with one value, which each variable
+    gets from the one before.
 
     The example has as many lines as fit into 500 tokens, and its chain is at the same places in
     every prompt; only names and value change.
@@ -278,7 +278,9 @@ _ZETA_OF_2 = math.pi**2 / 6
 
 @dataclass(frozen=True)
 class CommonWordsTask:
-    """Ask for the ten common words of a numbered list (cwe), after an example with its answer."""
+    """Ask for the ten common words of a numbered list (cwe), after an example with its answer;
+    `length`: tokens of a prompt and its answer.
+    """
 
     vocabulary: Vocabulary
     length: int
@@ -326,7 +328,8 @@ def _numbered(words: Sequence[str]) -> str:
 class FrequentWordsTask:
     """Ask for the three most frequent words of a text (fwe), whose frequencies follow Zipf's law.
 
-    The most frequent word of all is replaced by dots, which are noise.
+    The most frequent word of all is replaced by dots, which are noise. `length`: tokens of a prompt
+    and its answer.
     """
 
     length: int

@@ -87,7 +87,7 @@ def make_task(
     count_tokens: Callable[[str], int],
 ) -> Task:
     """Prepare the task `name`, one of TASKS, for prompts of `length` tokens; `texts` replace
-    RULER's essays.
+    RULER's essays. Raises MissingExtraError without wonderwords.
     """
     if name == "vt":
         return ChainTask(count_tokens, f"{seed} {name}")
@@ -109,9 +109,9 @@ def make_prompts(
 ) -> list[TaskPrompt]:
     """Make samples of at most `length` tokens with the answer, nearly as large as possible.
 
-    The size is the largest that fits for the first sample. A sample depends on the task's name, the
-    length, the seed and its number, not on how many samples are made. Raises ContextError if not
-    even the smallest prompt fits.
+    All samples have the largest size at which the first one fits; those that do not fit are
+    shortened. A sample depends on the task's name, the length, the seed and its number, not on how
+    many samples are made. Raises ContextError if not even the smallest prompt fits.
     """
 
     def prompt(number: int, size: int) -> TaskPrompt:
@@ -200,7 +200,7 @@ class RulerPart(AnswersPart):
         )
 
     def growth(self, item: RulerItem) -> int:
-        """Return the length of question and answer, unless `inside` is set."""
+        """Return the most tokens of question and answer; 0 if `inside` is set."""
         return 0 if self._inside else len(item.question) + item.n_generated
 
     def answer(self, session: AnySession, last: Logits, item: RulerItem, tick: Tick) -> Values:
@@ -230,7 +230,7 @@ def ruler_parts(
 
     `texts` replace RULER's essays; `seed` determines the samples; `inside`: the budget does not
     grow for question and answer. Raises ContextError for a length that is too large for the model,
-    or too small for a task.
+    or too small for a task, and MissingExtraError without wonderwords.
     """
     trained = model.geometry.n_ctx_train
     if max(suite.lengths) > trained:
