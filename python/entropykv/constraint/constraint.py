@@ -33,10 +33,10 @@ TokenOf = Callable[[str], "int | None"]
 
 @dataclass(frozen=True)
 class Constraint:
-    """Hold what a text must be; `of()` and the functions named by a kind make one.
+    """Hold what a text must be; `of()` and functions such as json_schema() make one.
 
-    Nothing is compiled before a sampler needs it (ConstraintSampler), because that needs the
-    vocabulary of a model.
+    Nothing is compiled before a ConstraintSampler is made, because compiling needs the vocabulary
+    of a model.
     """
 
     kind: str

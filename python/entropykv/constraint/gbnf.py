@@ -70,8 +70,8 @@ EMPTY = Sequence(())
 
 
 def read_gbnf(text: str, root: str, token_of: Callable[[str], int | None]) -> dict[str, Part]:
-    """Return the rules of a grammar; raises SettingsError, naming the line, for text that is not
-    one.
+    """Return the rules of a grammar by name; raises SettingsError for text that is no grammar, and
+    for a rule that is missing.
 
     `token_of` returns the token that a text such as <think> is; None if it is not exactly one.
     """

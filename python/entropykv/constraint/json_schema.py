@@ -112,7 +112,7 @@ def why_refused(schema: dict[str, Any], reason: str, is_refused: Callable[[Any],
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas directly in a schema, with their paths from there."""
+    """Yield the schemas directly in a schema, with their paths relative to it."""
     found: list[tuple[str, Any]] = []
     for key in _MAPS:
         parts = schema.get(key)

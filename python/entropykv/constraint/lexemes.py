@@ -61,7 +61,9 @@ def lark_of(
 
 @dataclass(frozen=True)
 class _Lexeme:
-    """A part of the grammar that is one lexeme; if it may be empty, the lexeme is optional."""
+    """Hold a part of the grammar that is one lexeme; if the part may be empty, the lexeme is
+    optional.
+    """
 
     part: Part
 
@@ -107,7 +109,9 @@ class _Grammar:
                 )
 
     def _size(self, part: Part, depth: int) -> float:
-        """Return the characters of a regular expression of the part; infinite if there is none."""
+        """Return how many characters a regular expression of the part matches by, counting those of
+        its rules; infinite if there is none.
+        """
         if depth > MOST_NESTED:
             return float("inf")
         match part:
@@ -281,7 +285,7 @@ class _Grammar:
 
 @dataclass(frozen=True)
 class _Node:
-    """A part that has lexemes, rules or tokens in it."""
+    """Hold a part that has lexemes, rules or tokens in it."""
 
     kind: str
     parts: list[object]
@@ -331,7 +335,7 @@ class _Follows:
         self.first = self._first[root][0]
         """The lexemes that a text may begin with."""
         self.after = self._after[: len(self.lexemes)]
-        """For every lexeme what may follow it."""
+        """For every lexeme, the set of what may follow it."""
 
     def lexemes_in(self, found: int) -> list[int]:
         """Return the numbers of the lexemes in a set."""
@@ -362,7 +366,7 @@ class _Follows:
                 self._collect(each)
 
     def _first_of(self, part: object) -> tuple[int, bool]:
-        """Return what a part may begin with, and whether it may be empty."""
+        """Return the set of what a part may begin with, and whether the part may be empty."""
         match part:
             case _Lexeme(inner):
                 return 1 << self._numbers[part], _may_be_empty(inner)
@@ -417,7 +421,7 @@ class _Alphabet:
             )
 
     def bits(self, chars: Chars) -> int:
-        """Return the numbers of a set, as bits."""
+        """Return which of the numbered sets `chars` consists of, as bits."""
         return self._classes[chars]
 
 
@@ -451,7 +455,9 @@ class _Machine:
         return self._unions[state]
 
     def after(self, state: int, character: int) -> int:
-        """Return the state after another character."""
+        """Return the state after `character`, the number of a set of characters; 0 if it cannot
+        follow.
+        """
         key = (state, character)
         if key not in self._known:
             places = self._places_after(state)

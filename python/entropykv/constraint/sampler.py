@@ -78,7 +78,9 @@ class ConstraintSampler:
     """
 
     def __init__(self, constraint: Constraint, texts: TokenTexts) -> None:
-        """Compile a constraint for a vocabulary; raises SettingsError for what cannot be used."""
+        """Compile a constraint for a vocabulary; raises SettingsError for one that cannot be
+        used.
+        """
         matcher = compiled(constraint, texts)
         self._calls = _Calls(matcher, texts.tokenizer.vocab_size, constraint.kind)
         self._interface = llama_cpp.llama_sampler_i(
@@ -92,7 +94,9 @@ class ConstraintSampler:
         return llama_cpp.llama_sampler_init(ctypes.pointer(self._interface), None)
 
     def check(self) -> None:
-        """Raise the error of the latest call, mostly SettingsError."""
+        """Raise and forget the error of the latest calls, mostly SettingsError, if there was
+        one.
+        """
         error, self._calls.error = self._calls.error, None
         if error is not None:
             raise error

@@ -25,7 +25,7 @@ from entropykv.errors import SettingsError
 MOST_SECONDS = 5.0
 """The most seconds that a constraint may be compiled for."""
 MOST_BYTES = 1 << 30
-"""The most memory that compiling one may need, where the system can limit it."""
+"""The most memory that compiling a constraint may need, where the system can limit it."""
 _SURELY_CHEAP = 4_096
 """The most characters of a constraint that is compiled at once, without a trial."""
 _COSTLY = ("multipleOf", "patternProperties", "&", "~", "%regex")

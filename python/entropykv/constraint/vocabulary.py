@@ -80,7 +80,7 @@ def _is_control(vocabulary: Any, token: int, text: bytes) -> bool:
 class _Tokens:
     """Give llguidance the texts of tokens by the names that it asks for.
 
-    It does not divide texts into tokens here: whatever follows, the model chooses its tokens.
+    No text is divided into tokens for llguidance, because the model chooses every token.
     """
 
     is_tokenizer_wrapper = True

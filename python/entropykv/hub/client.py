@@ -176,8 +176,8 @@ def is_offline() -> bool:
 
 
 def list_files(repo: str) -> Listing:
-    """Request the list of a repository's files; raises HubError, or UnreachableError without an
-    answer.
+    """Request the list of a repository's files; raises HubError if the hub refuses or its answer is
+    invalid, and UnreachableError without an answer.
 
     The answer is read up to a limit, and checked before it is used.
     """
@@ -223,7 +223,7 @@ def _headers() -> dict[str, str]:
 def fetch_into_cache(listing: Listing, file: HubFile, cache: HubCache) -> None:
     """Download a file into the cache, and continue an interrupted download.
 
-    Raises HubError. If it is interrupted again, the data so far is kept for the next time.
+    Raises HubError if that fails; what was downloaded so far is kept for the next time.
     """
     if (cache.snapshot(listing.commit) / file.path).exists():
         return
@@ -240,7 +240,9 @@ def fetch_into_cache(listing: Listing, file: HubFile, cache: HubCache) -> None:
 
 
 def fetch_into_folder(listing: Listing, file: HubFile, folder: Path) -> None:
-    """Download a file into a user's folder; huggingface_hub skips files that have not changed."""
+    """Download a file into a user's folder; huggingface_hub skips files that have not changed.
+    Raises HubError if that fails.
+    """
     with _clear_errors(listing.repo):
         huggingface_hub.hf_hub_download(
             listing.repo,
@@ -312,7 +314,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _clear_errors(repo: str) -> Iterator[None]:
-    """Convert every error of huggingface_hub and the disk to one sentence that says what to do."""
+    """Convert every error of huggingface_hub and the disk in the `with` block to a HubError."""
     try:
         yield
     except HubError:

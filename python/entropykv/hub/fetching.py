@@ -54,7 +54,7 @@ def fetch_model(
     download starts again. `tell` is called with notes for the user: sizes before a download or
     conversion starts, and which file of the cache is used because the hub does not answer.
 
-    Raises HubError.
+    Raises HubError for a model or file that is not there, and if fetching or converting fails.
     """
     wanted = Reference.parse(reference)
     if wanted.quant is not None and filename is not None:

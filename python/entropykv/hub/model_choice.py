@@ -15,8 +15,8 @@ from entropykv.hub.listing import HubFile, Listing
 CONVERTED = ".entropykv.gguf"
 """The ending of files that entropykv has converted; only caches contain them, not repositories."""
 PREFERRED = ("Q4_K_M", "Q8_0")
-"""The quantisations that are preferred if none is requested, as in llama.cpp; else the first model
-is taken.
+"""The quantisations that are preferred if none is requested, as in llama.cpp; without one of them,
+the first model is taken.
 """
 _BESIDE_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 """Beginnings of names of GGUF files that belong to a model but are not models, from llama.cpp's
@@ -85,7 +85,7 @@ def choose_model(listing: Listing, quant: str | None, pattern: str | None) -> Hu
     `quant`: the quantisation after the colon, which stands before a dot or dash in the file's path.
     `pattern`: a file's path, or a pattern that matches one model, such as *q8_0.gguf. Without both,
     the first available of PREFERRED is returned, or else the first model. Raises HubError, which
-    lists the available models.
+    lists the available models, if none or several match.
     """
     models = models_of(listing.files)
     if not models:

@@ -43,7 +43,7 @@ def converted_name(listing: Listing, model: HubFile | None) -> str:
 
 
 def convert_once(source: Path, target: Path, repo: str, tell: Tell) -> None:
-    """Convert a checkpoint's folder or an I2_S file to `target`; raises HubError.
+    """Convert a checkpoint's folder or an I2_S file to `target`; raises HubError if that fails.
 
     The user is told before the conversion starts, and a progress bar on stderr shows it.
     """

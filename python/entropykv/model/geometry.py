@@ -87,7 +87,9 @@ def _check_bytes(tokens: set[bytes]) -> None:
 
 
 def _length(reader: HeaderReader, name: str, kinds: tuple[GGUFValueType, ...]) -> int | None:
-    """Return the length of an array of one of these kinds; None if there is none."""
+    """Return the length of an array of the tokenizer; None if there is none. Raises ValueError for
+    elements of other kinds.
+    """
     field = reader.get_field(_PREFIX + name)
     if field is None:
         return None

@@ -23,8 +23,8 @@ from entropykv.files import NotRegularError, open_regular
 I2_S_TYPE = 36
 """The tensor type of Microsoft's BitNet fork, which stock llama.cpp no longer knows."""
 _TABLE_TYPES = {38: "TL1", 39: "TL2"}
-"""Two more types of that fork. llama.cpp uses the second number for MXFP4, which has no separate
-scale tensors.
+"""Two more types of Microsoft's BitNet fork. llama.cpp uses the second number for MXFP4, which has
+no separate scale tensors.
 """
 
 _SUPPORTED_VERSIONS = (2, 3)
@@ -70,8 +70,9 @@ def is_i2s(path: str | os.PathLike[str]) -> bool:
 
 
 def read_header(path: str | os.PathLike[str]) -> bytes:
-    """Read all bytes before the tensor data: metadata and tensor infos. Raises ModelFileError,
-    I2sFileError for I2_S tensors, and UnsupportedModelError for weights in lookup tables.
+    """Read all bytes before the tensor data: metadata and tensor infos. Raises ModelFileError for
+    an unreadable or damaged file, I2sFileError for I2_S tensors, and UnsupportedModelError for
+    weights in lookup tables.
     """
     path = Path(path)
     check_prefix(path)
@@ -128,8 +129,8 @@ def _directory(path: Path) -> ModelFileError:
 
 
 def check_prefix(path: Path) -> int:
-    """Check magic, version and counts in the first 24 bytes; returns the size of the file in
-    bytes. Raises ModelFileError.
+    """Check magic, version and counts in the first 24 bytes; returns the size of the file in bytes.
+    Raises ModelFileError for wrong ones, and for what is no readable file.
     """
     if _is_directory(path):
         raise _directory(path)
@@ -284,8 +285,8 @@ class HeaderReader(GGUFReader):
             )
 
     def _refuse_tables(self, fields: list[ReaderField]) -> None:
-        """Reject weights in lookup tables (TL1, TL2), because no file tells the order, which
-        depends on the machine.
+        """Raise UnsupportedModelError for weights in lookup tables (TL1, TL2), because no file
+        tells the order, which depends on the machine.
         """
         names = {field.name for field in fields}
         for field in fields:

@@ -36,6 +36,7 @@ def identity_of(geometry: ModelGeometry) -> dict[str, Any]:
     """Return shape_of() with a `weights_sample`, because two models may have equal headers.
 
     The sample is a hash of blocks that are spread evenly over the tensors. The file is read for it.
+    Raises the errors of read_header().
     """
     header = read_header(geometry.path)
     digest = hashlib.blake2b(digest_size=16)

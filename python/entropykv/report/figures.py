@@ -21,9 +21,7 @@ from entropykv.report.budgets import budget_tables
 
 _LETTERS = "sfmxd"
 _MARKERS = "os^Dv*PX<>p"
-"""Markers of lines: their number differs from that of the colours by one, so that lines of one
-colour differ.
-"""
+"""There is one marker more than colours, so that lines of one colour have different markers."""
 _LINES = ("-", "--", ":")
 _PANELS = 3
 """How many panels of a suite are drawn side by side."""
@@ -35,8 +33,8 @@ _QUALITIES = (
 
 
 def profile_figure(profile: EntropyProfile) -> Any:
-    """Draw three panels: the heads of a profile as a heat map with their types, the distribution of
-    entropies, and budgets.
+    """Draw the heads of a profile as a heat map with their types, the distribution of entropies,
+    some budgets and, with a predictor, the heads that look facts up.
     """
     figure = _figure(15, max(6.0, 2 + 0.24 * profile.n_layer))
     grid = figure.add_gridspec(2, 5, width_ratios=(1.6, 1.6, 1, 1, 1))
@@ -101,7 +99,9 @@ def eval_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
 
 
 def suite_figure(runs: Mapping[str, Sequence[EvalRow]]) -> Any:
-    """Draw a suite's scores over the bytes of the cache, with a panel for each table."""
+    """Draw a suite's scores over the bytes of the cache, with a panel for each length and kind of
+    question.
+    """
     scored = {run: [row for row in rows if row.score is not None] for run, rows in runs.items()}
     tables = list(dict.fromkeys(map(_table_of, itertools.chain(*scored.values()))))
     n_columns = min(len(tables), _PANELS)
@@ -188,7 +188,8 @@ def _label(runs: Mapping[str, Any], run: str, name: str) -> str:
 
 
 def trajectory_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Draw how many entries a KV head holds on average as the text grows, like Metinov et al.
+    """Draw how many entries a KV head holds on average as the text grows, as Metinov et al. do
+    (ASR-KF-EGR).
 
     `runs`: the results of Trajectory.to_json(). Steps at which the recovery ladder acted are
     marked.

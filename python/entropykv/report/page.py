@@ -107,7 +107,9 @@ def _kind_of(data: Any) -> Kind | None:
 
 
 def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
-    """Return the rows of eval or bench; raises TypeError or KeyError if a field is missing."""
+    """Return the rows of eval or bench, and none of a single run; raises TypeError or KeyError if a
+    field is missing.
+    """
     if kind == "run":
         for name in ("positions", "hot", "frozen", "climbs"):
             _ = data.get("trajectory", {name: []})[name]
@@ -118,7 +120,7 @@ def _rows_of(kind: Kind, data: dict[str, Any]) -> Sequence[Any]:
 
 
 def of_kind(sources: Sequence[ReportSource], kind: Kind) -> list[ReportSource]:
-    """Return the sources of one kind."""
+    """Return the sources of one kind, in their order."""
     return [source for source in sources if source.kind == kind]
 
 
