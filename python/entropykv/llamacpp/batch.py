@@ -40,8 +40,7 @@ class BatchPart:
     n_rows: int
     """For how many of the last tokens logits are computed."""
     echo: Sequence[int] = ()
-    """Tokens that are read after the others, without logits, so that their queries score the
-    entries.
+    """Tokens that are read after `tokens`, without logits, so that their queries score the entries.
     """
     sequence: int = SEQUENCE
     """llama.cpp's number of the sequence."""
@@ -73,7 +72,7 @@ class MicroBatch:
 
     def decode_parts(self, context: Any, parts: Sequence[BatchPart]) -> list[Rows | None]:
         """Decode tokens of several sequences together; returns for each part what decode() would
-        return.
+        return, and raises as decode() does.
         """
         batch, n = self._batch, 0
         if parts[0].embedded is not None:

@@ -123,7 +123,7 @@ def let_hook_change(
 
 
 _LEAST = 3
-"""The smallest window for which positions 0, 1, W - 1 and W are different."""
+"""The smallest window W for which positions 0, 1, W - 1 and W are different."""
 _ALL, _SLIDING, _CHUNKED = 4, 3, 1
 
 

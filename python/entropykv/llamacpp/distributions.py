@@ -12,8 +12,8 @@ Logits = npt.NDArray[np.float32]
 Floats = npt.NDArray[np.float64]
 
 _BLOCK = 2
-"""How many rows are converted to float64 at a time: two stay in the CPU's cache, 32 take 2.5 times
-as long.
+"""How many rows are converted to float64 at a time: two rows stay in the CPU's cache; with 32, a
+row takes 2.5 times as long.
 """
 
 
@@ -31,10 +31,12 @@ def log_softmax(logits: Logits) -> Floats:
 
 
 class Divergences(NamedTuple):
-    """Hold for every row how far two distributions are apart, in nats."""
+    """Hold for every row how far two distributions are apart, in nats; arrays are (rows,)."""
 
     kl: Floats
-    """The KL divergence of the other logits' distribution from the reference's."""
+    """The KL divergence of the other logits' distribution from the reference's: the sum of p *
+    log(p / q), where p is the reference's.
+    """
     norms: Floats
     """The logarithm of the sum of the reference's exponentials: log-probabilities are logits minus
     this.

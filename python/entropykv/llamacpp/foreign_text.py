@@ -19,8 +19,9 @@ from typing import Any
 import llama_cpp
 
 MARK = f"{secrets.randbelow(10**40):040}"
-"""Digits that no text has, because others are drawn in every process. Templates change letters to
-capitals, and escape what is not ASCII in JSON or in what Python prints of objects.
+"""Digits that no text has, because every process draws new ones. They are digits because templates
+change letters to capitals, and escape characters other than ASCII where they write JSON or objects
+of Python.
 """
 PARSE_SPECIAL = (
     "names of control tokens in messages and documents, such as <|im_end|>, become control tokens, "
@@ -109,7 +110,7 @@ class ControlNames:
 
 
 def _any_of(names: Sequence[str]) -> str:
-    """Return a regular expression of the longest of these names; they are sorted.
+    """Return a regular expression that matches the longest of these names, which must be sorted.
 
     Beginnings that names share are tried once: Gemma has 6,250 names that begin with "<", which
     would all be tried wherever a text has that character.

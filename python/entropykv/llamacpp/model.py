@@ -72,8 +72,9 @@ def reads_blocks() -> bool:
     """Tell whether all weights stay in the file's layout, which the extension's kernels need.
 
     llama.cpp repacks some types for its own kernels while it loads them: this takes memory in
-    addition to the file, and only llama.cpp can read the result. On ARM repacking is allowed,
-    because its kernels have not been compared with ours there; ours still compute the other types.
+    addition to the file, and only llama.cpp can read the result. On ARM, repacking is allowed,
+    because nobody has compared llama.cpp's kernels with the extension's there; the extension
+    computes the types that are not repacked.
     """
     is_arm = any(name.startswith("neon") for name in _core.product_kernels())
     return serves_products() and not is_arm
@@ -130,14 +131,17 @@ class Weights:
 
 
 class Model:
-    """Hold weights and vocabulary; raises ModelFileError where the file cannot be loaded."""
+    """Hold weights and vocabulary; raises ModelFileError where the file cannot be loaded.
+
+    After close(), methods that read the weights or the vocabulary raise EntropyKVError.
+    """
 
     _options = LoadOptions()
     _adapters: LoraAdapters | None = None
     _is_closed = False
     _token_texts: TokenTexts | None = None
     _reading = threading.Lock()
-    """Lets one thread at a time read the texts of a model's tokens."""
+    """A lock of all models, with which one thread at a time reads the texts of tokens."""
 
     def __init__(
         self,
@@ -210,7 +214,7 @@ class Model:
     def token_texts(self) -> TokenTexts:
         """Return the texts of all tokens, for constraints; they are read only once.
 
-        The weights must be in use while they are used: see in_use().
+        The caller must hold the weights while it uses the result: see in_use().
         """
         with self._reading:
             if self._token_texts is None:
@@ -354,8 +358,8 @@ class Model:
         """Return the prompt of one user turn by the model's chat template; None without a template.
 
         Control tokens are those of the template: see said(). Only tokenize() reads the result.
-        `system` is the system message; with None, the template's own default is used, if it has
-        one.
+        `system`: the system message; None: the template's own default, if it has one. Raises
+        SettingsError or ModelFileError for a template that cannot be used.
         """
         messages = [{"role": "user", "content": text}]
         if system is not None:
@@ -414,7 +418,7 @@ class Model:
     @functools.cached_property
     def other_template(self) -> str | None:
         """Return the first digits of the SHA-256 of a chat template that was given in the place of
-        the model's own; None: it has its own.
+        the model's own; None if the model has its own.
         """
         given = self._options.chat_template
         with self._weights:
@@ -486,7 +490,9 @@ class Model:
 
     @property
     def answer_frame(self) -> AnswerFrame:
-        """Return what the chat template writes before an answer, at first and in later turns."""
+        """Return what the chat template writes before an answer, at first and in later turns;
+        raises as chat_template does.
+        """
         return AnswerFrame() if self.chat_template is None else self.chat_template.frame()
 
     def _chat(self, messages: list[dict[str, str]]) -> str | None:
@@ -509,8 +515,9 @@ class Model:
         """Return the prompt of a chat by the template, or line by line without one; only tokenize()
         reads it.
 
-        Control tokens are those of the template: see said(). `tools` and `arguments` are what it is
-        told besides the messages. `opens_answer`: the prompt ends with the beginning of an answer.
+        Control tokens are those of the template: see said(). `tools` and `arguments`: what the
+        template gets besides messages. `opens_answer`: the prompt ends with the beginning of an
+        answer.
         Raises the errors of ChatTemplate.render().
         """
         said = [self.said(dict(m), is_answer=m.get("role") == "assistant") for m in messages]

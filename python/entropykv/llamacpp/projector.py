@@ -77,11 +77,11 @@ class ImageChunk:
     """Hold a part of an image that one run of the encoder turns into embeddings."""
 
     image: int
-    """The index of the image that it belongs to, from 0."""
+    """The index of the chunk's image, from 0."""
     n_tokens: int
-    """The number of its rows, each of which is read instead of a token."""
+    """How many rows of embeddings the chunk has; each row is read instead of a token."""
     n_positions: int
-    """By how many positions RoPE advances over it: fewer than n_tokens with M-RoPE."""
+    """By how many positions RoPE advances over the chunk: fewer than n_tokens with M-RoPE."""
     positions: npt.NDArray[np.int32] | None
     """RoPE's positions of the rows if the first one is at 0, (4, n_tokens); None: consecutive
     positions.
@@ -91,7 +91,7 @@ class ImageChunk:
     shape.
     """
     sees_all: bool
-    """True if its rows attend to each other, and not only to earlier ones."""
+    """True if the chunk's rows attend to each other, and not only to earlier ones."""
     handle: Any
     """libmtmd's mtmd_input_chunk, which is valid only inside Projector.tokenized()."""
 
@@ -119,7 +119,7 @@ class Projector:
         """
         self.path = Path(path)
         self.identity = _check_header(self.path)
-        """A hash of its header, because other projectors give other embeddings."""
+        """A hash of the projector's header, because other projectors give other embeddings."""
         self._mtmd = mtmd = load_mtmd()
         self._model = model
         self._lock = threading.RLock()
@@ -298,7 +298,9 @@ class Projector:
 
 @functools.cache
 def load_mtmd() -> Any:
-    """Return llama-cpp-python's module for libmtmd; raises UnsupportedModelError if it has none."""
+    """Return llama-cpp-python's module for libmtmd, with its log switched off; raises
+    UnsupportedModelError if there is none, or one with another interface.
+    """
     try:
         from llama_cpp import mtmd_cpp  # noqa: PLC0415  # it raises where the library is missing
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -319,8 +321,8 @@ def load_mtmd() -> Any:
 
 
 def _check_header(path: Path) -> str:
-    """Return a hash of a projector's header; raises ModelFileError for headers on which llama.cpp
-    would abort the process.
+    """Return a hash of a projector's header. Raises ModelFileError for headers on which llama.cpp
+    would abort the process, and UnsupportedModelError for a projector that reads no images.
     """
     check_prefix(path)
     with damage_named(path):

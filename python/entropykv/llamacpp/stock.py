@@ -31,7 +31,7 @@ class StockState:
 class StockSession:
     """Run a plain llama.cpp context: full f16 cache, flash attention on or off.
 
-    The gates of a squared-ReLU model are changed here, too; everything else is stock.
+    A hook changes the gates of a squared-ReLU model, as in a Session; everything else is stock.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StockSession:
 
     def load_state(self, state: StockState) -> None:
         """Restore a state that save_state() returned; raises EntropyKVError if llama.cpp cannot
-        load it.
+        load it, and then holds no tokens.
         """
         self.reset()
         data = state.data

@@ -85,8 +85,8 @@ class ThreadChoice:
     can take 2 s instead of 0.1. Therefore more threads are tried only if cores for them were found
     free.
 
-    It is told what steps cost, and how many cores others want, and knows no clock: the same calls
-    make the same choices.
+    The class is told what steps cost, and how many cores other processes want, and knows no clock:
+    the same calls make the same choices.
     """
 
     def __init__(self, most: int, cores: int, *, helps: bool = False) -> None:
@@ -115,18 +115,18 @@ class ThreadChoice:
         one.
         """
         self._usual: float | None = None
-        """Seconds per work of the current way when it was looked at last."""
+        """Seconds per work of the current way at the last call of _look()."""
         self._pause = FIRST_PAUSE
         self._waited = 0.0
         """Seconds of steps since the last trial."""
         self._next_way = 0
         self._hint_is_next = True
-        """Whether the next trial is of the expected way; every other one is."""
+        """True if the next trial is of the expected way, as every second trial is."""
         self._fresh = True
 
     @property
     def tries(self) -> bool:
-        """Tell whether the current way to divide the threads is only tried."""
+        """Tell whether the current way to divide the threads is on trial."""
         return self._before is not None
 
     @property
@@ -168,7 +168,7 @@ class ThreadChoice:
                 self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
 
     def add(self, n_tokens: int, seconds: float) -> None:
-        """Count a step, and choose again if enough was seen."""
+        """Count a step, and choose again if enough steps were measured."""
         self._fresh = False
         self._steps.add(work_of(n_tokens), seconds)
         steps, before = self._steps, self._before
@@ -273,14 +273,14 @@ FEWEST_HELPED = 32
 
 
 WORKING = 0.7
-"""The share of a search for free cores that must have been within steps."""
+"""The share of the time of a search for free cores that steps must take for its result to count."""
 
 
 class Search:
     """Hold a search for free cores that a ThreadChoice has asked for."""
 
     def __init__(self, choice: ThreadChoice) -> None:
-        """Begin to search."""
+        """Begin to search, in threads that use the cores."""
         self.choice = choice
         self.start = time.perf_counter()
         self.in_steps = 0.0
@@ -303,7 +303,7 @@ class Threads:
 
         These are maxima; without `let_help`, or if the options say so, they are fixed.
         `let_help(n)` lets n more threads help until `let_help(0)`; None where llama.cpp or a device
-        computes attention, because its results may depend on the number of threads; ours do not.
+        computes attention, because then results may depend on the number of threads.
         `only_embeds`: the CPU only looks up embeddings of tokens, and devices compute the rest;
         then it takes longer to wake threads than to look up a few. `others`: has watched other
         processes since it was made, for example while the model was loaded; None: begin to watch.

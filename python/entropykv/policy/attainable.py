@@ -45,11 +45,11 @@ class AttainableBudgets(OnlineBudgets):
         shared again; empty before they were shared.
         """
         self.is_due = True
-        """True if the budget must be shared again before the text outgrows what it can
-        hold whole.
-        """
+        """True if the budget must be shared again before it cannot hold the text whole."""
         self.length = 0
-        """The length of the text in tokens, with what is known to follow; 0 without a text."""
+        """The length of the text in tokens, with the tokens that are known to follow; 0 without a
+        text.
+        """
 
     def expect_tokens(self, n_tokens: int, length: int) -> None:
         """Give no KV head more than the entries that it holds now and n_tokens more, until this is
@@ -84,7 +84,7 @@ class AttainableBudgets(OnlineBudgets):
         return [-held for held in self._held()] if self.is_due else self.most
 
     def _are_possible(self, most: Floats) -> bool:
-        """Tell whether _most_to_save() can have returned these numbers, or none."""
+        """Tell whether the numbers can be the result of _most_to_save(), or are none at all."""
         are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
         one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
         return bool(most.size in (0, self._n_heads) and are_counts and one_sign)
@@ -143,7 +143,7 @@ class CurveBudgets(AttainableBudgets):
         )
 
     def state(self) -> Floats:
-        """Return the length of the text, and the most entries of every head."""
+        """Return the length of the text, and the result of _most_to_save(): (1 + KV heads,)."""
         return np.array([self.length, *self._most_to_save()], np.float64)
 
     def problem(self, state: Floats) -> str | None:

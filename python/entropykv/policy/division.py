@@ -55,8 +55,8 @@ class WholeTexts:
 
 @dataclass(frozen=True, eq=False)
 class LossCurve:
-    """Hold how much a sequence loses with fewer pages, as pieces of equally valuable pages; the
-    most valuable piece comes first.
+    """Hold how much a sequence loses with fewer pages, as pieces of equally valuable pages, the
+    most valuable piece first; the arrays have a number for each piece.
     """
 
     begin: float
@@ -122,7 +122,7 @@ class Claim:
 
 
 def parts_by_weight(pages: int, weights: Sequence[float]) -> list[int]:
-    """Return parts of the pages in proportion to the weights."""
+    """Return parts of the pages in proportion to the weights, rounded down."""
     total = sum(weights)
     return [int(pages * weight / total) for weight in weights]
 
@@ -151,7 +151,7 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _sure(claim: Claim, part: int) -> int:
-    """Return the pages that a sequence certainly gets if its equal part is `part`."""
+    """Return the pages that a sequence certainly gets if its part by weight is `part`."""
     if claim.curve is None or claim.needed <= part:
         return min(claim.needed, part)
     return min(claim.floor, part)

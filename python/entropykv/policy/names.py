@@ -28,11 +28,11 @@ only the queries of the text rank entries if no predictor is known, since no tex
 there.
 """
 FAST = "fast"
-"""The same choice as `auto`, but without predictions and echoes: only the queries of the text rank
-entries.
+"""The policy that shares budgets as `auto` does, but without predictions and echoes: only the
+queries of the text rank entries.
 """
 _OF_DEVICE = ("mass", "attention", "predicted")
-"""The measures that the device store computes."""
+"""The measures that the device store computes, besides those by position."""
 _READ_TWICE = {predicted: twice for twice, predicted in EARLIER_IMPORTANCES.items()}
 """The measure that replaces each of IMPORTANCES if nothing can be predicted."""
 
@@ -88,11 +88,11 @@ def policy_named(
     object.
 
     `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
-    read a text twice. `predictable`: its keys before RoPE are known, which predictors need.
-    `learnt`: what earlier processes have learnt of the model. `name`: NAME[:MEASURE[+MODIFIER...]];
-    the `name` of the returned policy has modifiers in the order of MODIFIERS, and leaves out a
-    measure that is the policy's default. Raises SettingsError for an unknown name, and for one that
-    the store does not support.
+    read a text twice. `predictable`: the model's keys before RoPE are known, which predictors need.
+    `learnt`: the predictor that earlier processes have learnt. `name`:
+    NAME[:MEASURE[+MODIFIER...]]; the `name` of the returned policy has modifiers in the order of
+    MODIFIERS, and leaves out a measure that is the policy's default. Raises SettingsError for an
+    invalid name or object, and for a policy that the store or the model does not support.
     """
     if not isinstance(name, str):
         policy = _own(name)
@@ -236,10 +236,10 @@ def _chosen(
     predictable: bool,
     knows: bool,
 ) -> str:
-    """Return the name of the policy, with a measure, that `auto` or `fast` chooses.
+    """Return NAME or NAME:MEASURE of the policy that `auto` or `fast` chooses.
 
     `foresees`: entries are also ranked by what a repetition of the text would attend to.
-    `predictable`: that can be predicted from keys before RoPE. `knows`: a predictor is known.
+    `predictable`: the model's keys before RoPE are known. `knows`: a predictor is known.
     """
     if store == "flat":
         return "recency"

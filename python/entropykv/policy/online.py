@@ -21,11 +21,11 @@ from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, MicroBatchSeen, OwnPolicy
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
-"""The numbers of entries beyond the floor at which losses are measured, as factors of those of the
-mean budget.
+"""The numbers of entries beyond the floor at which losses are measured, as multiples of the entries
+that the mean budget has beyond the floor.
 """
 LEAST_TOKENS = 32
-"""Budgets change at most once in this many tokens, because a few queries show little."""
+"""Budgets change at most once in this many tokens, because fewer queries show little."""
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
@@ -40,9 +40,9 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """Tell whether what a micro-batch at `position` shows changes budgets.
 
-    Every observed micro-batch changes budgets; smaller micro-batches do so once in LEAST_TOKENS
-    tokens. The result depends only on positions in the text, so that a loaded session behaves
-    equally.
+    One of LEAST_TOKENS tokens or more always does; if all micro-batches are smaller, one that
+    crosses a multiple of LEAST_TOKENS does. The result depends only on positions in the text, so
+    that a loaded session behaves equally.
     """
     crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
     return crosses and is_observed(n_tokens, n_ubatch)
@@ -79,10 +79,10 @@ def online_budgets(
 class MeasuredLosses(AttainableBudgets):
     """Share for the smallest total loss, by what heads would have lost in the last micro-batch.
 
-    The loss of dropping an entry is its score; with `mass+values`, this is the squared norm of its
-    contribution to the outputs, relative to theirs. Losses are interpolated linearly between the
-    measured numbers of entries. The idea is that of Ada-KV (Feng et al. 2024, arXiv:2407.11550),
-    also across layers.
+    The loss of dropping an entry is its score; with `mass+values`, this is the squared norm of the
+    entry's contribution to the outputs, relative to the squared norm of the outputs. Losses are
+    interpolated linearly between the measured numbers of entries. Ada-KV (Feng et al. 2024,
+    arXiv:2407.11550) shares so within a layer; here, layers share, too.
 
     Loss curves of a profile, if given, count as much as the losses of the text: the curves and the
     losses are each scaled so that all KV heads together lose 1 without entries beyond the floor. So
@@ -210,7 +210,8 @@ class MeasuredLosses(AttainableBudgets):
         return self._curve_losses
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:
-        """Join the measured losses of all KV heads, only of entries that are still held.
+        """Return the joint curve of all KV heads by the losses that were measured of held entries;
+        None before any were measured.
 
         If dropped entries counted, a text that has dropped many would take pages from others that
         lose more of what they still hold. Session files do not contain these losses.
@@ -228,9 +229,8 @@ class MeasuredLosses(AttainableBudgets):
         self._losses = self._losses_of_held = np.empty((self._n_heads, 0))
 
     def state(self) -> Floats:
-        """Return the knots, the losses of every head, and the most entries of every head.
-
-        The numbers of entries are missing if budgets are not limited to what KV heads can hold.
+        """Return the knots, the losses of every head at them, and the result of _most_to_save(),
+        which is missing if budgets are not limited to what KV heads can hold: (n,).
         """
         most = self._most_to_save() if self.attainable else []
         return np.concatenate([self._knots, self._losses.ravel(), most])
@@ -308,7 +308,9 @@ class OwnBudgets(OnlineBudgets):
         )
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return the shares of the policy after all its observations."""
+        """Return the budgets in entries by the policy after all that it has observed; raises
+        SettingsError for invalid results of share().
+        """
         ask = BudgetToShare(
             self._n_ctx,
             plan.mean_entries,

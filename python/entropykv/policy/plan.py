@@ -123,12 +123,13 @@ def plan_headwise(
     n_sinks: int,
     recent_window: int | None,
 ) -> HeadwisePlan:
-    """Share a budget among the KV heads.
+    """Return the plan that shares a budget among the KV heads.
 
-    `layers` are the model's attention layers. KV heads of a layer with a window get no more than
-    the window holds, and the others get the rest. Raises BudgetError if the budget cannot hold
-    sinks and recent window in every KV head, ProfileError if the policy needs loss curves that
-    `profile` does not have, and SettingsError for invalid results of a user's own policy.
+    `layers`: the model's attention layers; KV heads of a layer with a window get no more than the
+    window holds, and the other heads get what is left. `recent_window` None: as the policy sets it.
+    Raises BudgetError if the budget cannot hold sinks and recent window in every KV head,
+    ProfileError if the policy needs loss curves that `profile` does not have, and SettingsError for
+    invalid results of a user's own policy.
     """
     page_bytes, per_head = _page_geometry(layers, kv_type)
 
@@ -293,9 +294,9 @@ def _protection(
     protected_of: Callable[[int], ProtectedEntries],
     bytes_of: _BytesOf,
 ) -> ProtectedEntries:
-    """Return what is protected under the mean budget `mean`, as `protected_of` says of any mean.
+    """Return protected_of(mean), the entries that are protected under the mean budget `mean`.
 
-    Raises BudgetError if the mean budget does not hold it.
+    Raises BudgetError if the mean budget does not hold them.
     """
     protection = protected_of(mean)
     if mean >= min(protection.entries, n_ctx) and mean > 0:
@@ -304,7 +305,7 @@ def _protection(
     def holds_them(n: int) -> bool:
         return n >= min(protected_of(n).entries, n_ctx)
 
-    # With n_ctx entries, all are held, so that the search finds a budget.
+    # A budget of n_ctx entries holds all protected ones, so the search always finds a budget.
     least = 2 + bisect.bisect_left(range(2, n_ctx), True, key=holds_them)
     needed = protected_of(least)
     raise BudgetError(
@@ -324,7 +325,7 @@ def _share(
     limits: list[int],
 ) -> list[int]:
     """Return the budget of every KV head in entries, layer by layer; raises ProfileError if the
-    policy needs loss curves that there are not.
+    policy needs loss curves and there are none.
     """
     if not policy.rule.by_curves:
         by_entropy = policy.rule is BudgetRule.PROFILE_ENTROPY

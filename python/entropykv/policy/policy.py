@@ -48,12 +48,12 @@ cache; the value was chosen on tuning texts.
 WINDOW_EIGHTHS = 4
 """How many eighths of the mean budget the recent window takes."""
 WINDOW_EIGHTHS_WITH_LOOKUPS = 3
-"""The same where budgets follow what heads lose in this text, and predictions are added to what its
-queries gave.
+"""How many eighths of the mean budget the recent window takes where budgets follow what heads lose
+in this text, and predictions are added to what its queries gave.
 
-The smaller window leaves room for the heads that look things up. Without predictions, entries that
-have just left the window rank too low, because few queries have seen them. Where the loss curves of
-a profile count alone, the window is the larger one, with which they were measured.
+A window smaller than WINDOW_EIGHTHS leaves room for the heads that look things up. Without
+predictions, entries that have just left it would rank too low, because few queries have seen them.
+Loss curves of a profile were measured with WINDOW_EIGHTHS.
 """
 
 
@@ -72,7 +72,9 @@ class Importance:
 
     @staticmethod
     def parse(text: str) -> Importance:
-        """Read MEASURE[+MODIFIER...]; raises SettingsError for unknown or repeated names."""
+        """Read MEASURE[+MODIFIER...]; raises SettingsError for unknown or repeated names, and for
+        modifiers that do not fit the measure or each other.
+        """
         measure, *modifiers = text.split("+")
         if measure not in MEASURES:
             raise SettingsError(
@@ -115,15 +117,15 @@ class Importance:
 
     @property
     def of_observed(self) -> bool:
-        """Tell whether entries are ranked only by the attention that queries gave, and not by keys
-        or values that a KV head has stored.
+        """Tell whether entries are ranked only by sums of what queries gave, and not by keys or
+        values that a KV head has stored.
         """
         return self.adds_up and set(self.modifiers) <= {"echo"}
 
     @property
     def adds_up(self) -> bool:
-        """Tell whether importance is the sum of the shares of attention that queries gave to an
-        entry.
+        """Tell whether importance is a sum of what queries gave to an entry: shares of attention,
+        or for measure products, |q.k|.
         """
         return self._row.adds_up
 
@@ -146,16 +148,20 @@ class Importance:
 
     @property
     def threshold(self) -> float:
-        """Return the default threshold of the freeze schedule."""
+        """Return the default threshold of the freeze schedule: a mean of |q.k| for measure
+        products, a multiple of the mean share of attention for the other measures.
+        """
         return self._row.threshold
 
     @property
     def kind(self) -> _core.ScoreKind:
-        """Return the name of the measure in the extension."""
+        """Return the measure's member of the extension's enumeration."""
         return self._row.kind
 
     def on_devices(self) -> Importance:
-        """Return how the device store ranks entries: it observes fewer queries."""
+        """Return how the device store ranks entries: it observes at most OBSERVED_ON_DEVICES
+        queries.
+        """
         return replace(self, observation_window=min(self.observation_window, OBSERVED_ON_DEVICES))
 
     @property
@@ -173,7 +179,7 @@ class Importance:
         return self.decay
 
     def settings(self) -> _core.ImportanceSettings:
-        """Return these settings for a store of the extension."""
+        """Return how a store of the extension must compute importance."""
         return _core.ImportanceSettings(
             kind=self.kind,
             decay=self._decay,
@@ -230,7 +236,9 @@ class BudgetRule(Enum):
 
     @property
     def by_text(self) -> bool:
-        """Tell whether budgets change as a text is read."""
+        """Tell whether budgets follow what the text shows; those of OWN do so only if the user's
+        object has a method observe().
+        """
         return self.by_layer or self.by_losses
 
     @property

@@ -68,15 +68,17 @@ class OnlineBudgets(ABC):
 
     @abstractmethod
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
-        """Record what an observed micro-batch has shown: see is_observed()."""
+        """Record what an observed micro-batch of n_tokens has shown: see is_observed().
+        `budgets_change`: the budget will be shared by it: see changes_budgets().
+        """
 
     def observe_again(self) -> None:  # noqa: B027
         """Record what an echo has shown of text that was observed before."""
 
     @abstractmethod
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return the entries of every KV head in the order of layers; None before anything was
-        observed.
+        """Return the budget of every KV head in entries, in the order of layers; None before
+        anything was observed.
         """
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
@@ -92,11 +94,11 @@ class OnlineBudgets(ABC):
 
     @abstractmethod
     def state(self) -> Floats:
-        """Return everything that was recorded, for session files."""
+        """Return everything that was recorded, for session files, (n,)."""
 
     @abstractmethod
     def problem(self, state: Floats) -> str | None:
-        """Return why a state is invalid; None if it is valid."""
+        """Return words for what makes a state invalid; None if it is valid."""
 
     @abstractmethod
     def load(self, state: Floats) -> None:

@@ -54,8 +54,8 @@ def cache_options_of(
     """Return the cache options that options of the command line or of the server ask for.
 
     Fields of CacheOptions that have the same name in `options` are read from there; `others` are
-    the fields with other names, and those of a pool. `rungs` are the rungs of the recovery ladder
-    that may be asked for.
+    the fields with other names, and those of a pool. `rungs`: the rungs of the recovery ladder that
+    may be asked for. Raises SettingsError for invalid values and combinations.
     """
     alike = {
         field: getattr(options, each.name)
@@ -269,7 +269,9 @@ class ResolvedConfig:
 
     @property
     def recalls_before_end(self) -> bool:
-        """Tell whether frozen entries are also searched before the end of a prompt."""
+        """Tell whether frozen entries, if there are any, are also searched before the end of a
+        prompt.
+        """
         return self.freezing is None or self.freezing.recall_prompt is None
 
     @property
@@ -314,7 +316,7 @@ class ResolvedConfig:
         layers: Sequence[_core.LayerShape] | None = None,
         longest: int | None = None,
     ) -> HeadwisePlan:
-        """Return what a budget means for every KV head; raises BudgetError if it is too small.
+        """Return what a budget means for every KV head; raises as plan_headwise() does.
 
         `budget` None: the one of the options. `layers`: the attention layers found in the model's
         graph; None: those of the file's header, which does not contain windows. `longest`: the
@@ -334,7 +336,8 @@ class ResolvedConfig:
     def pool_pages(
         self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
     ) -> int:
-        """Return the pages of a pool for `n_sequences` conversations, at most what they can use.
+        """Return how many pages a pool of `options.n_sequences` conversations has, at most as many
+        as the conversations can use.
 
         A budget that is a fraction refers to all conversations with full contexts; a budget in
         tokens or bytes is for all conversations together. Raises BudgetError as headwise_plan()
@@ -452,8 +455,8 @@ class ResolvedConfig:
         return None if self.profile is None else other_file(self.profile, self.geometry)
 
     def check_recovery(self, recovery: Recovery | None) -> None:
-        """Raise SettingsError for a recovery ladder that has nothing to restore, or that goes back
-        too far.
+        """Raise SettingsError for a recovery ladder if nothing is frozen, and for one that writes
+        tokens again if the model has recurrent layers.
         """
         if recovery is None:
             return
@@ -606,7 +609,7 @@ def _type_of_llama(asked: str, chosen: str, geometry: ModelGeometry, store: str)
     options; `chosen`: what that stands for.
 
     It is f16 if `auto` chose a type whose blocks heads do not fill. Raises SettingsError if the
-    user asked for such a type.
+    user asked for such a type, or for different types of K and V.
     """
     of_keys, of_values = KV_PARTS[chosen]
     if of_keys != of_values:

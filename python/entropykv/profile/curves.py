@@ -49,8 +49,8 @@ class LossCurves:
     outputs (squared attention mass times the squared norm of the value), as policies by mass and
     values do. `mass_lost` is the mean attention mass that the last queries give to evicted entries.
     `output_error` is the norm of the evicted part of their outputs (sum of p * v), relative to the
-    norm of the whole outputs. Both are root mean squares over queries and the query heads of the
-    group, and have shape (n_layer, n_head_kv, len(keep)).
+    norm of the whole outputs; norms are root mean squares. Both average over the last queries of
+    all query heads of the group, and have the shape (n_layer, n_head_kv, len(keep)).
 
     `layer_damage`, (n_layer,), is what the model's predictions lose if all KV heads of a layer keep
     only the protected entries, see calibration/damage.py; None if it was not measured. `importance`

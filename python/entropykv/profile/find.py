@@ -46,14 +46,14 @@ def find_profile(geometry: ModelGeometry) -> EntropyProfile | None:
 
     It is searched beside the model file, then in its folder as the profile of another quantisation
     of the same weights, then in this package. Raises ProfileError if the one beside the file cannot
-    be read.
+    be read, and ModelFileError if the model's file cannot.
     """
     found = _find(geometry)
     return None if found is None else found[1]
 
 
 def profile_path(geometry: ModelGeometry) -> Path | None:
-    """Return the path of the profile that find_profile() reads; raises the same errors."""
+    """Return the path of the profile that find_profile() reads, or None; raises the same errors."""
     found = _find(geometry)
     return None if found is None else found[0]
 
@@ -90,7 +90,9 @@ def _of_weights(path: Path, own: Fingerprint) -> EntropyProfile | None:
 
 
 def fingerprint_of(geometry: ModelGeometry) -> Fingerprint:
-    """Read the header and the norms of the model's file again, and return their hashes."""
+    """Read the header and the norms of the model's file again, and return their hashes; raises
+    ModelFileError if the file cannot be read.
+    """
     shape = shape_of(geometry, read_header(geometry.path))
     return Fingerprint(**shape, norms_sha256=norms_of(geometry.path))
 

@@ -1,8 +1,8 @@
 """Learn a predictor from few tokens: fit it again as lessons grow, and test it with what is new.
 
-The predictor of several texts is the mean of their fits, not the fit of all their lessons: each of
-them finds what matters within a text, while a fit of all also explains how texts differ as wholes,
-which ranks no entry of a text against another one.
+The predictor of several texts is the mean of their fits, not the fit of all their lessons: each fit
+finds what matters within a text, while a fit of all lessons also explains how texts differ as
+wholes, which ranks no entry of a text against another one.
 
 A few hundred tokens are fewer than twice the features of an entry. Then the ridge decides how good
 the fit is: one that is the number of features divided by that of tokens, and twice that for the
@@ -53,7 +53,7 @@ class GrowingPredictor:
         nothing is known.
         """
         self._former: list[_Moments] = []
-        """What the predictor makes of the lessons that it was fitted to: see _moments()."""
+        """The result of _moments() for the predictor and the lessons that it was fitted to."""
 
     def forget(self) -> None:
         """Forget all that is known, because newer lessons do not agree with it."""

@@ -147,7 +147,7 @@ class LearntFile:
         this process read or wrote it last; None: nothing. So what other processes have added stays.
 
         `is_complete` tells whether the sum of both is complete. A complete predictor in the file is
-        not changed. Returns whether the file was written. Raises OSError.
+        not changed. Returns whether the file was written. Raises OSError if it cannot be.
         """
         make_folder(self.path.parent)
         with _locked(self.path.parent):
@@ -165,7 +165,7 @@ class LearntFile:
 
 def remove_learnt(names: Sequence[str]) -> list[Path]:
     """Remove the files of these names, or of models of these names, or all files if there are no
-    names; returns what was removed. Raises OSError.
+    names; returns what was removed. Raises OSError if a file cannot be removed.
     """
     removed = []
     for file in learnt_files():

@@ -46,7 +46,7 @@ POLICY_SYNTAX = "NAME[:MEASURE[+MODIFIER...]]"
 SPEC_TYPES = ("none", "ngram", "draft", "auto")
 MOST_DRAFTS = 63
 LEARN_VARIABLE = "ENTROPYKV_LEARN"
-"""The environment variable that decides if `learn` does not."""
+"""The environment variable that counts if the option `learn` is None."""
 SWITCH = {"on": True, "off": False}
 DRAFT_BUDGET = "0.2"
 MOST_SEQUENCES = 256
@@ -342,7 +342,7 @@ class CacheOptions:
     draft_budget: Budget = field(init=False, repr=False, compare=False)
     """The value of `draft_kv_budget` as a Budget."""
     freezing: Freezing | None = field(init=False, repr=False, compare=False)
-    """The value of `freeze` as a Freezing; None if nothing freezes."""
+    """The value of `freeze` as a Freezing; None if `freeze` is None."""
 
     def __post_init__(self) -> None:
         """Check every value."""
@@ -411,7 +411,7 @@ class CacheOptions:
 
     @property
     def threads_batch(self) -> int:
-        """Return the number of threads that read prompts: unless set, the same number."""
+        """Return the number of threads that read prompts: unless set, as many as write."""
         return self.n_threads_batch or self.threads
 
     @property
@@ -438,8 +438,8 @@ class CacheOptions:
 
     @property
     def checkpoint_limit(self) -> str | int:
-        """Return the limit of checkpoints in bytes outside the pool; a single session
-        keeps none.
+        """Return the limit of checkpoints outside the pool, in bytes or as text such as 64MiB; 0
+        for a single session.
         """
         of_all = CHECKPOINTS if self.in_pool else 0
         return of_all if self.checkpoints is None else self.checkpoints

@@ -41,8 +41,8 @@ class Machine:
         return max(1, int(min([len(_allowed_cpus()), *self._quotas()])))
 
     def allowed(self) -> int:
-        """Return how many CPUs the affinity allows, however little of them a quota leaves: more
-        threads would share some of them.
+        """Return how many CPUs the affinity allows, whatever the quota; more threads than that
+        would share CPUs.
         """
         return len(_allowed_cpus())
 
@@ -168,10 +168,10 @@ class FreeCores:
         self._began = time.perf_counter()
 
     def _use(self) -> None:
-        """Note which share of the time this thread got, in work without Python's lock.
+        """Record which share of the time this thread got, in work that releases the GIL.
 
-        The time is counted from when all begin: threads that one core serves in turn would have it
-        each for themselves, if each counted from when its turn came.
+        Time is counted from one moment for all threads: if each thread counted from its own start,
+        threads that run on one core in turn would all seem to have had it alone.
         """
         rounds = 2000
         own = max(_hashing(rounds), 1e-6)
@@ -193,20 +193,21 @@ class OtherWork:
     _LOOK = 0.2
     """Seconds between two looks, at least, because times are counted in steps of 10 ms."""
     _COST = 1 / 500
-    """The share of the time that looks may take; where there are many CPUs, one takes long."""
+    """The share of the time that looks may take; where there are many CPUs, one look takes long."""
 
     def __init__(self, machine: Machine | None = None) -> None:
-        """Begin to look."""
+        """Begin to count; `machine` None: this machine."""
         self._machine = machine or Machine()
         self._pause = self._LOOK
         self._at = self._now()
 
     def wanted(self, n_threads: int) -> float | None:
-        """Return how many cores others wanted on average since the last answer; None if that was
-        just now, or the system does not say.
+        """Return how many cores other processes wanted on average since the last answer; None if
+        the last answer was just now, or if the system does not say.
 
-        `n_threads`: how many threads of this process would have computed all the time. What they
-        missed, others got: a core that two share gives each a half.
+        `n_threads`: how many threads of this process would have computed all the time. Other
+        processes got the time that these threads missed, and wanted as much again, because two that
+        share a core get a half each.
         """
         elapsed = time.perf_counter() - self._at[0]
         if elapsed < self._pause:

@@ -27,7 +27,7 @@ class Flag(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Return the help as a sentence; settings tell their defaults themselves."""
+        """Return the help as a sentence without the default, which a setting has itself."""
         return f"{self.help[0].upper()}{self.help[1:]}."
 
 

@@ -28,7 +28,8 @@ RECALL_END = 256
 
 @dataclass(frozen=True)
 class Freezing:
-    """Keep evicted entries in cold storage, out of attention; raises SettingsError.
+    """Keep evicted entries in cold storage, out of attention; raises SettingsError for impossible
+    values.
 
     `where`: `ram`, or `disk:DIR` for a file of this process in a directory. `limit`: bytes of cold
     storage, such as `1GiB`; None: as much as the context needs. `kv_type`: the type of frozen
@@ -175,7 +176,9 @@ class Freezing:
 
 
 def check_freezing(freezing: Freezing | None, store: str, kv_type: str) -> None:
-    """Raise SettingsError if the store has no cold storage, or does not support the type."""
+    """Raise SettingsError if the store has no cold storage, or if it cannot freeze entries of
+    `kv_type` in the type of `freezing`; None: nothing is checked.
+    """
     if freezing is None:
         return
     freezing.type_for(kv_type)

@@ -20,7 +20,9 @@ from typing import Any, ClassVar, Literal, Protocol
 from entropykv.errors import BudgetError, SettingsError
 
 KV_TYPES = ("f16", "q8_0", "q8_0/iq4_nl")
-"""The types that the extension stores: of K and V, or of K / of V. --help needs not wait for it."""
+"""The types that the extension stores: of K and V, or of K / of V. They are repeated here, so that
+--help need not load the extension.
+"""
 KV_PARTS = {kv_type: (kv_type.split("/")[0], kv_type.split("/")[-1]) for kv_type in KV_TYPES}
 """The types of K and of V, by the names in KV_TYPES."""
 KV_CHOICES = ("auto", *KV_TYPES)
@@ -199,18 +201,20 @@ class Option:
 
     @property
     def name(self) -> str:
-        """Return its name in the parsed command line: that of the first long flag."""
+        """Return the option's name in the parsed command line: that of the first long flag, or of
+        the setting without flags.
+        """
         long = (flag for flag in self.flags if flag.startswith("--"))
         return next(long, self.setting).removeprefix("--").replace("-", "_")
 
     @property
     def server_name(self) -> str:
-        """Return its name in the server's settings."""
+        """Return the option's name in the server's settings."""
         return self.setting or self.name
 
     @property
     def server_default(self) -> Any:
-        """Return its default in the server's settings, as users type it."""
+        """Return the option's default in the server's settings, as users type it."""
         if self.at_server is not _AS_FIELD:
             return self.at_server
         return str(self.default) if self.kind is str and self.default is not None else self.default

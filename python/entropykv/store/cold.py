@@ -51,7 +51,7 @@ class ColdFile:
         digest of the model's identity (blake2b, 16 bytes), process (u32), zeros,
         digest (blake2b, 8 bytes) of all before it
 
-    and the rest is the store's.
+    and the store writes its pages behind them.
 
     A process holds a lock on its file from before the header is written until it ends in any way.
     Therefore a file that can be locked is a leftover. Programs that the process starts do not
@@ -82,7 +82,8 @@ class ColdFile:
     ) -> ColdFile:
         """Remove the files of dead processes in a directory, and make a new file there.
 
-        `identity` is the model's, see model.identity.identity_of(). Raises FreezeError.
+        `identity`: that of the model, see identity_of() in model/identity.py. Raises FreezeError if
+        no file can be made there.
         """
         directory = os.path.abspath(directory)
         try:
@@ -307,7 +308,9 @@ class ColdSide:
         self._store = store if self.settings else None
 
     def check_file(self) -> None:
-        """Check the file before a micro-batch; raises FreezeError if it was changed elsewhere."""
+        """Check the file before a micro-batch. If another program has changed it, give up all
+        frozen entries, and raise FreezeError.
+        """
         if self._file and self._store:
             try:
                 self._file.check()

@@ -76,8 +76,7 @@ class DeviceContext(StoreContext):
             self.close()
             raise
         offloaded = offloaded_layers(options.n_gpu_layers)
-        # All layers are offloaded if there is one more than n_layer: llama.cpp counts the output as
-        # a layer.
+        # llama.cpp counts the output as one more layer.
         self.only_embeds = all(node.on_device for node in self.hook.nodes) and (
             offloaded < 0 or offloaded > model.geometry.n_layer
         )
@@ -182,12 +181,14 @@ class DeviceContext(StoreContext):
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of entries that there were."""
+        """Return the largest number of bytes of entries after any micro-batch."""
         return self._peak
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of rows beyond the budgets of all places, as long as there are rows."""
+        """Return the bytes of the rows that all places have beyond their budgets; 0 while no place
+        has rows.
+        """
         live = [store.core for store in self._stores if store.core.is_live]
         return self.n_sequences * live[0].staging_bytes if live else 0
 
@@ -242,7 +243,8 @@ class DeviceStore(KvHeadStore):
         `budget` None: that of the config; in a pool, each sequence gets an equal part of it. Raises
         UnsupportedModelError if neither a device nor the CPU can compute the model's attention,
         BudgetError for a budget that is too small or does not fit into the memory of the devices,
-        and ProfileError for a predictor of other features.
+        SettingsError for predictions that the model's RoPE does not allow, and ProfileError for a
+        profile or predictor of another model.
         """
         self._model, self._config = model, config
         options = config.options
@@ -335,7 +337,7 @@ class DeviceStore(KvHeadStore):
 
     def most_drafts(self, position: int, wanted: int) -> int:
         """Return how many drafts may follow the token at `position`, at most `wanted`: as many as
-        move no keys to other positions, evict nothing, and count towards no importance.
+        move no keys to other positions, evict nothing, and are not observed.
         """
         wanted = min(wanted, self._config.n_ubatch - 1)
         wanted = self.facts.rope.drafts_in_place(self.shift, position, wanted)
@@ -370,7 +372,7 @@ class DeviceStore(KvHeadStore):
         return self._config.headwise_plan(budget, self.layers)
 
     def take_plan(self, plan: HeadwisePlan) -> None:
-        """Take note of a plan whose budgets the store of the extension has already."""
+        """Record a plan whose budgets the store of the extension follows already."""
         self._plan = plan
 
     def reach(self) -> Reach:
@@ -405,7 +407,9 @@ class DeviceStore(KvHeadStore):
         )
 
     def check_state(self, state: SavedState) -> None:
-        """Check number, size, positions and importance of the entries of every KV head."""
+        """Check number, size, positions and importance of the entries of every KV head: see
+        Store.check_state().
+        """
         heads = [len(layer) for layer in state.entries]
         if heads != [shape.n_head_kv for shape in self.layers] or len(state.sections) != sum(heads):
             raise DamagedState("other KV heads than the model has")

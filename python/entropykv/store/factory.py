@@ -66,7 +66,9 @@ class StoreFactory:
         return cast(StoreContext, self._context)  # The context exists until close().
 
     def make(self, budget: Budget) -> Store:
-        """Return a store for another sequence; raises BudgetError without memory for it."""
+        """Return a store for another sequence, the spare one if there is one; raises BudgetError
+        without memory for it.
+        """
         store, self.spare = self.spare or self._new(budget), None
         return store
 
@@ -100,8 +102,8 @@ class StoreFactory:
                         return store
                     on_host = self.config
             except (UnsupportedModelError, SettingsError) as error:
-                # Unless headwise serves the model, this is raised, or told with the flat store: it
-                # may say how to get the device store.
+                # If headwise does not serve the model either, the user sees this error, which may
+                # say how to get the device store.
                 refusal = error
         try:
             return self._try(asked, budget)
@@ -114,7 +116,7 @@ class StoreFactory:
         try:
             flat = asked.on_flat_store(str(refusal))
         except SettingsError as error:
-            # The flat store does not know the way out of what the device store refuses.
+            # The device store's error tells a better way out than the flat store's.
             raise (refusal if isinstance(refusal, SettingsError) else error) from None
         return self._try(flat, budget)
 

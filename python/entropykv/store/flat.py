@@ -83,7 +83,7 @@ class FlatContext(StoreContext):
         self.handle = handle
 
     def end_step(self) -> None:
-        """Check that every gate was changed if necessary."""
+        """Raise RuntimeError if a gate of a squared-ReLU model was not changed."""
         self.hook.check_step()
 
 
@@ -108,8 +108,9 @@ class FlatStore(Store):
     ) -> None:
         """Give a context as many cells as the budget and one micro-batch need.
 
-        Raises UnsupportedModelError if the budget is below the context and the architecture of the
-        model is in WITHOUT_HOLES, and BudgetError for a budget that is too small.
+        The context's former llama_context is freed. Raises UnsupportedModelError if the budget is
+        below the context and the architecture is in WITHOUT_HOLES, BudgetError for a budget that is
+        too small, and ProfileError for a profile of another model.
         """
         options, geometry = config.options, model.geometry
         if config.profile:
@@ -213,7 +214,9 @@ class FlatStore(Store):
         self._store.settle(self._position, n_tokens)
 
     def resize(self, budget: Budget) -> None:
-        """Evict down to a smaller budget; move to a context with more cells for a larger one."""
+        """Evict down to a smaller budget; move to a context with more cells for a larger one.
+        Raises BudgetError as Store.resize() does.
+        """
         plan = self._plan(budget)
         if plan.cells > self._cells:
             self._move_to(plan.cells)

@@ -48,16 +48,19 @@ from entropykv.store.states import (
 )
 
 KeyCentres = list[npt.NDArray[np.float32]]
-"""For each layer, [KV head][centre, unit][value of a key], or an empty array."""
+"""For each layer, the centres and the units of keys, (KV heads, 2, values of a key), or an empty
+array; an empty list if all keys are stored as they are.
+"""
 
 
 def key_centres(config: ResolvedConfig, hook: _core.GraphHook) -> KeyCentres:
-    """Return what is subtracted from the keys of the layers, and the units that divide the rest.
+    """Return the centres that are subtracted from the keys of every layer, and the units that
+    divide the differences.
 
-    The list is empty if all keys are stored as they are: see ResolvedConfig.centres_keys. Keys are
-    also stored as they are if the model rotates keys in an unknown way, and in layers that cap
-    their logits: a centre changes all logits of a query by the same number, which only a softmax
-    without a cap ignores.
+    Keys are stored as they are without ResolvedConfig.centres_keys, if the model rotates keys in an
+    unknown way, and in layers that cap their logits: a centre changes all logits of a query by the
+    same number, which only a softmax without a cap ignores. Raises ModelFileError for a damaged
+    file.
     """
     if not config.centres_keys or hook.rope_obstacle:
         return []
@@ -109,7 +112,8 @@ class HeadwiseContext(StoreContext):
 
         `n_ubatch` is the most tokens of a sequence in a micro-batch, including its echo. Stores of
         a pool share the context's pages; otherwise there is a single store with pages of its own.
-        Raises UnsupportedModelError if the graph has something that this store does not support.
+        Raises UnsupportedModelError if the graph has something that this store does not support,
+        and ModelFileError or EntropyKVError if llama.cpp cannot run the model.
         """
         options = config.options
         refuse_by_kind(model)
@@ -165,7 +169,7 @@ class HeadwiseContext(StoreContext):
 
 
 class HeadwiseStore(KvHeadStore):
-    """Keep the paged entries of one sequence per (layer, KV head); others may share its context."""
+    """Keep the entries of one sequence in pages, per (layer, KV head)."""
 
     name = "headwise"
     context: HeadwiseContext
@@ -173,9 +177,7 @@ class HeadwiseStore(KvHeadStore):
     learning: ScorePrediction
     _store: _core.HeadwiseStore
     _longest: int | None = None
-    """The most tokens that the text may have, if the share of the pool holds all entries of so
-    many; None: the whole context.
-    """
+    """The last value of take_share()'s `longest`."""
 
     def __init__(
         self,
@@ -187,9 +189,10 @@ class HeadwiseStore(KvHeadStore):
         """Make a store in a context.
 
         `budget` None takes that of the config. In a context of several sequences, the budget is for
-        all together, and the store holds nothing before take_share(). Raises UnsupportedModelError
-        if the model's graph has something that this store does not support, SettingsError if the
-        policy needs something that the model does not have.
+        all together, and the store holds nothing before take_share(). Raises SettingsError if the
+        policy needs something that the model does not have, ProfileError for a profile of another
+        model, BudgetError for a budget that is too small, and FreezeError if cold storage cannot be
+        made.
         """
         policy = config.policy
         self._config = config
@@ -240,10 +243,7 @@ class HeadwiseStore(KvHeadStore):
         return self._store
 
     def before(self, reading: TokensToRead) -> None:
-        """Reserve pages for everything that the micro-batch may leave behind.
-
-        Raises SessionFileError if someone has changed a file that pages are mapped from.
-        """
+        """Reserve pages for all entries that the micro-batch may add; raises as Store.before()."""
         self.cold.check_file()
         self._check_files()
         position = reading.position
@@ -279,9 +279,7 @@ class HeadwiseStore(KvHeadStore):
         return self.context.batch.most_drafts(self._store, wanted)
 
     def settle(self, n_right: int) -> None:
-        """Undo all that drafts after the first `n_right` have changed: the store is as before them,
-        bit for bit.
-        """
+        """Undo all that drafts after the first `n_right` have changed, bit for bit."""
         self._store.settle_drafts(n_right)
 
     def after(self, n_tokens: int) -> None:
@@ -297,7 +295,10 @@ class HeadwiseStore(KvHeadStore):
             self.sharing.share_again()
 
     def resize(self, budget: Budget) -> None:
-        """Share the new budget among the heads; those that hold more evict."""
+        """Share the new budget among the KV heads; heads that hold more than their part evict.
+
+        Raises BudgetError for a budget that is too small, FreezeError if cold storage has no room.
+        """
         plan = self.plan_of(budget)
         with self.cold.growing():
             self.sharing.take(plan)
@@ -401,9 +402,9 @@ class HeadwiseStore(KvHeadStore):
         """Reserve room for everything, then replace the content; heads that hold more than their
         budget evict.
 
-        Pages of a mapped file stay where they are if that is possible; else they are copied. If the
-        system takes back memory that was reserved, raises EntropyKVError, and the store is not
-        whole.
+        Pages of a mapped file stay where they are if that is possible; else they are copied. Raises
+        FreezeError, and changes nothing, if cold storage has no room; EntropyKVError if the system
+        takes back reserved memory: then entries are missing, and the store must be emptied.
         """
         counts = list(itertools.chain(*state.entries))
         of_heads = state.sections[: len(counts)]
@@ -529,7 +530,7 @@ class HeadwiseStore(KvHeadStore):
         }
 
     def close(self) -> None:
-        """Remove the file of frozen entries."""
+        """Remove the file of frozen entries, if there is one."""
         if hasattr(self, "cold"):
             self.cold.close()
 

@@ -78,7 +78,7 @@ class HeadwiseBudgets:
             store.track_entropy(True)
 
     def take(self, plan: HeadwisePlan) -> None:
-        """Use a budget that only this store has; heads that hold more evict."""
+        """Follow the plan of a budget that only this store has; heads that hold more evict."""
         self._of_policy, self._whole_texts, self._of_whole_texts = plan, None, None
         if self._config.freezing is None and not plan.holds_all:
             self._whole_texts = plan.whole_texts
@@ -232,8 +232,8 @@ class HeadwiseBudgets:
         return min(wanted, end - position - 1)
 
     def keep_everything(self) -> None:
-        """Drop nothing from now on, not even entries outside a window, for callers that examine
-        whole texts.
+        """Drop nothing from now on, whatever the budget, not even entries outside a window, for
+        callers that examine whole texts.
         """
         self._keeps_everything = True
         n_ctx = self._config.n_ctx
@@ -300,8 +300,8 @@ class HeadwiseBudgets:
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
-        """Record what the micro-batch of `n_tokens` of text has shown; returns whether the budget
-        should be shared again at once.
+        """Record what a micro-batch has shown, of `n_tokens` of text, or of an echo alone for 0;
+        returns whether the budget should be shared again at once.
         """
         if self._online is None:
             return False
@@ -314,7 +314,7 @@ class HeadwiseBudgets:
         return self._budgets_change and self._limited is None
 
     def loss_curve(self) -> LossCurve | None:
-        """Return what the text loses with fewer pages, if that was measured."""
+        """Return what the text loses with fewer pages; None if that was not measured."""
         return self._online.loss_curve(self.plan) if self._online else None
 
     def forget(self) -> None:

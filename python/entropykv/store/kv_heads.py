@@ -61,7 +61,8 @@ def hooked_context(
     """Make a llama_context with cells for one micro-batch, whose graphs the hook changes.
 
     `on_devices`: the cells of each layer are on its device. A micro-batch has up to `n_ubatch`
-    tokens of one sequence, and one token of each other one.
+    tokens of one sequence, and one token of each other one. Raises ModelFileError if llama.cpp
+    cannot make the context.
     """
     n_tokens = n_ubatch + n_sequences - 1
     # In a hybrid model, the last cell of a sequence stays until it reads more.
@@ -106,7 +107,9 @@ def probed_layers(
 def check_config(
     config: ResolvedConfig, model: Model, layers: Sequence[_core.LayerShape], rope_obstacle: str
 ) -> None:
-    """Raise ProfileError for a profile of other layers, SettingsError for an unusable measure."""
+    """Raise ProfileError for a profile of other layers, and SettingsError for a measure that is
+    predicted from keys before RoPE if these are not known; `rope_obstacle`: why, or empty.
+    """
     if config.profile is not None:
         heads = (len(layers), layers[0].n_head, layers[0].n_head_kv)
         check_model(config.profile, model.geometry, heads)
@@ -202,10 +205,8 @@ class ScorePrediction:
             self._store.set_predictor(layer, of_layer)
 
     def collect_lessons(self, on: bool) -> None:
-        """Start to collect lessons in the next micro-batch, or stop: sums of how much attention an
-        echo gives to the entries of its text.
-
-        All stores of a pool share the sums. Raises ValueError for measures without predictions.
+        """Start (`on`) or stop to collect lessons, from the next micro-batch on, in all stores of
+        the pool. Raises ValueError for measures without predictions.
         """
         self._store.collect_lessons(on)
 
@@ -301,7 +302,7 @@ class KvHeadStore(Store, Pooled):
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:
         """Return the importance of the entries of entries(), float32, (n,); None if the measure
-        does not add up shares of attention.
+        does not add up what queries give.
         """
         if not self._config.policy.importance.adds_up:
             return None

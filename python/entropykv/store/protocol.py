@@ -39,7 +39,7 @@ class PoolFigures(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of entries that there were."""
+        """Return the largest number of bytes that entries have taken."""
 
     @property
     def staging_bytes(self) -> int:
@@ -63,7 +63,8 @@ class Places(PoolFigures, Protocol):
 class StoreContext(ABC):
     """Hold a llama_context, and the hook that changes its graphs.
 
-    `pages` and `places` say what its stores share in a pool: at most one of them is there.
+    Its stores are those of the sequences that it decodes. In a pool, they share `pages` or have
+    `places`; the other attribute is None.
     """
 
     handle: Any = None
@@ -76,8 +77,8 @@ class StoreContext(ABC):
     """
     recurrent: bool = False
     """True if stores save, besides entries, the state of recurrent layers, which llama.cpp has for
-    each sequence and which cannot be rolled back. False on the flat store, whose saved state has
-    all in one.
+    each sequence and which cannot be rolled back. False on the flat store, where llama.cpp's own
+    saved state includes it.
     """
     reads_together: bool = True
     """False if a step can read single tokens of several sequences, or a piece of one prompt, but
@@ -90,15 +91,15 @@ class StoreContext(ABC):
     masked_by_llama: bool = False
     """True if llama.cpp's own attention decides which tokens see each other."""
     let_help: Callable[[int], None] | None = None
-    """Lets n further threads help with products: see GraphHook.help(). None where results depend on
-    the number of threads that compute attention.
+    """A function that lets n further threads help with products: see GraphHook.help(). None where
+    results depend on the number of threads that compute attention.
     """
     only_embeds: bool = False
     """True if devices compute everything but the embeddings of tokens."""
     pages: _core.SequencePool | None = None
-    """The pages that its stores share; None if they share none."""
+    """The pages that the context's stores share; None if they share none."""
     places: Places | None = None
-    """The places of its stores; None if they have none."""
+    """The places of the context's stores; None if they have none."""
 
     @property
     def on_host(self) -> str | None:
@@ -164,7 +165,7 @@ class TokensToRead(NamedTuple):
     """Say what one sequence reads in a micro-batch."""
 
     n_tokens: int
-    """How many tokens of its text are read, with drafts; 0 if there is only an echo."""
+    """How many tokens of the sequence's text are read, with drafts; 0 if there is only an echo."""
     position: int
     """The position in the text of the first token that is read."""
     n_echo: int = 0
@@ -222,7 +223,7 @@ class TextBudgets(Protocol):
         """Share the budget by what echoes have shown about text that was read before."""
 
     def loss_curve(self) -> LossCurve | None:
-        """Return what the text loses with fewer pages, if that was measured."""
+        """Return what the text loses with fewer pages; None if that was not measured."""
 
 
 class Thawable(Protocol):
@@ -249,9 +250,7 @@ class Learning(Protocol):
         """Predict scores of new entries; raises ProfileError if the predictor does not fit."""
 
     def collect_lessons(self, on: bool) -> None:
-        """Start to collect lessons in the next micro-batch, or stop: sums of how much attention an
-        echo gives to the entries of its text.
-        """
+        """Start (`on`) or stop to collect lessons, from the next micro-batch on."""
 
     def teach_stored(self, begin: int, end: int, shift: int) -> None:
         """Add the lessons of text at the positions [begin, end), which an echo has repeated after
@@ -330,7 +329,7 @@ class Pooled(ABC):
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:  # noqa: ARG002
         """Replace the content by that of a checkpoint, which is dropped if it `ends`; returns False
-        if there is no room.
+        if the pool has no room.
         """
         return False
 
@@ -447,8 +446,8 @@ class Store(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, Any]:
-        """Return the store's figures for SessionStats; figures of frozen entries only if it has
-        some.
+        """Return the store's figures for SessionStats, with those of frozen entries only if the
+        store freezes.
         """
 
     @abstractmethod
@@ -465,7 +464,8 @@ class Store(ABC):
     def load_state(self, state: SavedState) -> None:
         """Replace the content by a checked state, and evict down to the budget.
 
-        An exception leaves the store unchanged.
+        An exception leaves the store unchanged, except for those that a store's own load_state()
+        names.
         """
 
     @abstractmethod
@@ -476,9 +476,8 @@ class Store(ABC):
 def held_shares(
     rows: Sequence[npt.NDArray[np.int32]], first: int, per_column: int, n_columns: int
 ) -> tuple[Shares, Shares, Shares]:
-    """Return a cache map of kept positions, (rows, n_columns): see CacheMapFunction.
-
-    Shows no entry as frozen or restored.
+    """Return a cache map of the kept positions in `rows`, in which no entry is frozen or restored:
+    see SessionCache.map().
     """
     counts = []
     for positions in rows:

@@ -102,7 +102,7 @@ class StoreCheckpoint:
         return self.core.is_lost
 
     def drop(self) -> None:
-        """Give the pages back."""
+        """Give the pages back to the pool; the checkpoint cannot be used any more."""
         self.core.drop()
 
 
@@ -131,8 +131,8 @@ class RollbackRange:
         return max(self._loaded, self._core.windows_whole_from)
 
     def begin_from(self, whole_from: int) -> None:
-        """Record from which position on the windows of a loaded text are complete; also before it
-        is loaded.
+        """Record from which position on the windows of a loaded text are complete; this may be
+        called before the text is loaded.
         """
         self._loaded = whole_from
 

@@ -98,7 +98,9 @@ class Part:
             self.n_drafts, self.n_rows = most, 1 + most
 
     def settle(self, logits: Logits | None) -> None:
-        """Take the logits, and bring the store in order after the decode."""
+        """Take the logits, undo wrong drafts, and bring the store in order after the decode; errors
+        are kept for result().
+        """
         drafts = self.store.drafts
         if self.n_drafts and drafts and self.verify is not None and logits is not None:
             self.n_right, self.error = self._verified(self.verify(logits))
@@ -120,7 +122,9 @@ class Part:
         )
 
     def result(self) -> npt.NDArray[np.float32] | None:
-        """Return the logits, or raise the error."""
+        """Return the logits, (n_rows, n_vocab), or None for n_rows 0; raises the error that was
+        kept.
+        """
         if self.error is not None:
             raise self.error
         return self.logits
@@ -136,7 +140,7 @@ def decode_parts(parts: Sequence[Part], batch: MicroBatch, model_name: str) -> N
     context.begin_step()
     for part in parts:
         part.limit_drafts(alone=len(parts) == 1)
-    # A device can attend together for sequences with neighbouring places.
+    # Parts are sorted by place, because a device attends for neighbouring places together.
     in_order = sorted(
         parts, key=lambda part: (not part.is_single, part.n_drafts > 0, part.store.sequence)
     )
@@ -212,7 +216,7 @@ def decode_inside(
     (n_rows, n_vocab), or None for `n_rows` 0.
 
     Raises UnsupportedModelError if the graph is not as the store expects, StepError if it could not
-    be computed.
+    be computed, and the errors of Store.before().
     """
     part = Part(store, tokens, position, n_rows, echo)
     decode_parts([part], batch, model_name)

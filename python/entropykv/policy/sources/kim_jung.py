@@ -19,7 +19,7 @@ from entropykv.policy.policy import BudgetRule, Importance, Policy
 from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
 
 LAYER_RANGE = (8, 128)
-"""Budgets of the layers with the lowest and the highest entropy, as in the paper."""
+"""The budgets in entries of the layers with the lowest and the highest entropy, as in the paper."""
 MOST_BITS = 32
 """The largest possible entropy of a row in bits, since it has fewer than 2^32 entries."""
 
@@ -59,7 +59,9 @@ class LayerEntropies(OnlineBudgets):
         n_ctx: int,
         rule: BudgetRule,
     ) -> None:
-        """Read entropies from a store; see online_budgets()."""
+        """Read entropies from a store. `rule`: LAYER_ENTROPY or LAYER_RANGE; see
+        online_budgets().
+        """
         self._store = store
         self._layers = layers
         self._n_ctx = n_ctx
@@ -69,7 +71,7 @@ class LayerEntropies(OnlineBudgets):
         self.forget()
 
     def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
-        """Add the entropies of the micro-batch's rows."""
+        """Add the entropies of a micro-batch; budgets follow them at once if `budgets_change`."""
         layers = range(len(self._layers))
         means = [self._store.row_entropies(layer).mean(dtype=np.float64) for layer in layers]
         self._seen += n_tokens * np.array([1.0, *means])
@@ -112,7 +114,7 @@ class LayerEntropies(OnlineBudgets):
 
     def state(self) -> Floats:
         """Return the number of rows and the sum of entropies of each layer: first for all rows,
-        then for those that the budgets follow.
+        then for those that the budgets follow: (2 * (1 + layers),).
         """
         return np.concatenate([self._seen, self._followed])
 
@@ -133,7 +135,9 @@ class LayerEntropies(OnlineBudgets):
 
 
 def layer_weights(entropies: Floats, *, in_range: bool) -> list[float]:
-    """Return weights of layers by their mean entropies in bits; equal weights if all are 0."""
+    """Return weights of layers by their mean entropies in bits, (layers,): the entropies, or if
+    `in_range`, numbers within LAYER_RANGE; equal weights if all entropies are 0.
+    """
     weights = entropies
     if in_range:
         low, high = entropies.min(), entropies.max()

@@ -31,6 +31,8 @@ RECENCY = Policy(
 
 
 def weights_of(profile: EntropyProfile) -> list[float]:
-    """Return the weight of every KV head, all layers in order."""
+    """Return the weight of every KV head of a profile, in the order of layers: its entropy relative
+    to the mean, within ENTROPY_CLAMP.
+    """
     entropies = profile.kv_head_entropies().ravel().tolist()
     return _core.entropy_weights(entropies, profile.mean, *ENTROPY_CLAMP)
