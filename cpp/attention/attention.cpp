@@ -232,8 +232,8 @@ void Attention::stage_v(int layer, const RowsView& v, int thread, int n_threads)
     });
 }
 
-// Each head is recalled by its own thread. Only after the last of them is it known how many entries
-// the heads hold, so the units of work are made then, and all threads wait for that.
+// For each head, its own thread recalls entries. Only after the last head is it known how many
+// entries the heads hold, so the units of work are made then, and all threads wait for that.
 void Attention::recall(const AttentionCall& call) noexcept {
     const int n_heads = store_.shape(call.layer).n_head_kv;
     for (int head = 0; head < n_heads; ++head) {

@@ -21,7 +21,8 @@ namespace entropykv {
 // Holds the scratch of one of ggml's threads.
 class Worker {
 public:
-    // Makes room for a layer, besides all layers that it was called for before.
+    // Makes room for a layer, besides all layers that it was called for before. recalls: also for
+    // the queries of recall.
     void serve(const PageLayout& layout, bool recalls);
     // Makes room for the attention weights of a tile, which are kept until they are observed.
     void keep(std::size_t n_floats);
@@ -74,7 +75,7 @@ public:
         bool single;          // whether it has one token, whose commits may wait for the next layer
     };
     void begin(const Room& room);
-    // observing_echo: carry_largest() will be called, too.
+    // Makes room for carry() and, if observing_echo, for carry_largest().
     void begin_carrying(int layer, std::size_t n_heads, bool observing_echo);
     void release();
 
@@ -324,7 +325,8 @@ private:
     void observe(const RowTile& tile, const SoftmaxState& state) noexcept;
     void observe_decode(const RowTile& tile, const SoftmaxState& state) noexcept;
     const float* weights_of(const RowTile& tile, int first, int end) noexcept;
-    // Attention scores are computed again unless the attention weights were kept. weights: [rows].
+    // Attention scores are computed again unless the attention weights were kept. weights: [rows];
+    // what a row gives is multiplied by its weight.
     void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
                       const float* weights, float* observed) noexcept;
 

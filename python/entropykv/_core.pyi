@@ -59,7 +59,9 @@ class Measure:
         """Tell whether scores depend only on positions."""
     @property
     def adds_up(self) -> bool:
-        """Tell whether scores are sums of the shares of attention that queries gave to entries."""
+        """Tell whether scores are sums of what queries gave to entries: shares of attention, their
+        squares, or |q.k|.
+        """
     @property
     def of_echoes(self) -> bool:
         """Tell whether only queries of an echo count, where there is one: of a request to repeat
@@ -94,9 +96,9 @@ class ImportanceSettings:
         `decay`: the fraction of an observation that is left after one token; 1: nothing decays.
         `observation_window`: how many of the last queries of a micro-batch count, in tokens.
         `by_values`: scores are multiplied by the norm of the entry's value, or by its square where
-        scores are squares. `expected_lookups`: for how many later queries an entry gets the share
-        of attention that is predicted from its key and value; 0: nothing is predicted; more than 0
-        only for mass and attention. Nothing is checked here: HeadwiseStore raises ValueError for
+        scores are squares. `expected_lookups`: how many later queries are assumed to give an entry
+        the share of attention that its key and value predict; this is added to what queries gave,
+        only for measures `mass` and `attention`; 0: nothing is added. Nothing is checked here: HeadwiseStore raises ValueError for
         impossible values.
         """
     @property
@@ -522,11 +524,11 @@ class AttentionBatch:
         evicted. HeadwiseStore.settle_drafts() must follow the decode. `recalls`: whether several
         tokens may recall frozen entries; single tokens do so at intervals.
 
-        Raises ValueError for a store that was added already, a single token behind several, more
-        tokens than `max_tokens` of the store or than there is room for, more drafts than
-        HeadwiseStore.most_drafts(), and a position outside of 0 to 2^30; MemoryError without
-        memory; RuntimeError if the pool has no pages left; ColdStorageError if cold storage is
-        full. In each case, nothing was added.
+        Raises ValueError for a store that was added already, a single token behind several, no
+        tokens, more tokens than `max_tokens` of the store or than there is room for, more drafts
+        than HeadwiseStore.most_drafts(), two of `n_echo`, `see_all` and `n_drafts` together, and a
+        position outside of 0 to 2^30; MemoryError without memory; RuntimeError if the pool has no
+        pages left; ColdStorageError if cold storage is full. In each case, nothing was added.
         """
 
     def most_drafts(self, store: HeadwiseStore, wanted: int) -> int:
@@ -1064,7 +1066,8 @@ def feature_count(shape: LayerShape, rope: RopeParams) -> int:
 class Devices:
     """Hold the devices that the stores of one context share, and their working memory.
 
-    `n_places`: how many stores may be live at a time.
+    `n_threads`: how many threads of the CPU decide which entries stay, and compute layers whose
+    device cannot. `n_places`: how many stores may be live at a time.
     """
 
     def __init__(self, n_threads: int, n_places: int) -> None: ...
@@ -1394,12 +1397,12 @@ def select_survivors(
 
     Protected entries survive: the first `n_sinks` positions of the text, and the `recent_window`
     positions up to `newest`. Of the others, those with the highest scores do, until `keep` survive
-    in all. Raises ValueError if `scores` and `positions` have other lengths.
+    in all. Raises ValueError if `scores` and `positions` differ in length.
     """
 
 def entries_to_keep(budget: int, n_new: int, n_sinks: int, recent_window: int) -> int:
-    """Return how many entries an eviction leaves after `n_new` new ones. If tokens come one by one,
-    it makes room for several, so that one selection serves them all.
+    """Return how many entries an eviction leaves, including `n_new` new ones. If tokens come one by
+    one, it makes room for several, so that one selection serves them all.
     """
 
 def entropy_weights(
@@ -1427,7 +1430,9 @@ def share_budget(
     """
 
 def alibi_slopes(n_head: int, max_bias: float) -> _Floats:
-    """Return by how much logits fall per position of distance, for every query head, (n_head,)."""
+    """Return by how much logits fall per position of distance, for every query head, (n_head,).
+    `max_bias`: the parameter of ggml's flash attention.
+    """
 
 def kv_types() -> list[str]:
     """Return the names of the types that pages can store K and V in: see
