@@ -19,7 +19,7 @@ namespace entropykv {
 
 class HeadStore;
 
-// Describes one KV head as it was.
+// Describes a KV head at the moment of a checkpoint.
 struct CheckpointHead {
     std::vector<std::byte*> pages;
     int count = 0;
@@ -48,17 +48,18 @@ public:
     bool is_of(const StorePool& pool) const { return pool_.get() == &pool; }
     const std::vector<CheckpointHead>& heads() const { return heads_; }
     std::size_t evicted() const { return evicted_; }
-    // Returns what HeadStore::windows_whole_from() returned at that moment.
+    // Returns what HeadStore::windows_whole_from() returned when the checkpoint was made.
     std::int32_t whole_from() const { return whole_from_; }
     std::size_t pages() const;
-    // Returns how many pages nobody else owns, which become free when it is dropped.
+    // Returns how many pages nobody else owns. They become free when the checkpoint is dropped.
     std::size_t own_pages() const;
     // Tells whether pages are in a mapped file that someone has changed.
     bool is_lost() const;
-    std::size_t copied_bytes() const;  // counts what it has besides the pages
+    std::size_t copied_bytes() const;  // counts what is not in pages
     std::size_t entries() const;
 
-    // Tells where pages are after the pool has moved them: visit(page) returns the new address.
+    // Replaces the address of every page by what visit(page) returns, after the pool has moved
+    // pages.
     template <typename Visit>
     void move_pages(Visit visit) {
         for (CheckpointHead& head : heads_)

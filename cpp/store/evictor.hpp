@@ -13,8 +13,8 @@
 
 namespace entropykv {
 
-// Says how what queries gave changes importance: by which factor it has fallen before, by how much
-// it counts, and up to which position.
+// Says how importance changes: it is multiplied by `factor`, and what queries gave to entries up to
+// position `limit` is multiplied by `weight` and added.
 struct GivenByQueries {
     float factor;
     float weight;
@@ -47,7 +47,7 @@ public:
     // Evicts down to the budget between micro-batches.
     void evict_to_budget(Head& head) noexcept;
 
-    // Returns room for one mark for every entry of a head.
+    // Returns room for one mark for every entry of a head, in the place of the last selection.
     std::uint8_t* mask() {
         selected_ = {};
         return mask_.data();

@@ -75,8 +75,8 @@ float Schedule::limit(const Head& head, int n_queries) const noexcept {
     return detection_limit == nullptr ? 0.0f : detection_limit({rows, even, threshold});
 }
 
-// Freezes the detected entries whose time is long enough, and marks the others in `mask`; returns
-// how many were frozen.
+// Freezes the detected entries that the schedule freezes for a step or more, and marks the others
+// in `mask`; returns how many were frozen.
 int Schedule::freeze_detected(Head& head, float limit, const float* observed,
                               std::uint8_t* mask) const noexcept {
     const FreezeSchedule& schedule = *common_.schedule;

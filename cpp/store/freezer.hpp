@@ -15,8 +15,8 @@ class Freezer {
 public:
     explicit Freezer(StoreCommon& common) : common_(common) {}
 
-    // Moves entry i (stored or staged, at `slot`) to cold storage. If that had to drop a page of
-    // records, returns its number, otherwise kNone.
+    // Moves entry i (stored or staged, at `slot`) to cold storage. due: see ColdRecord. If that had
+    // to drop a page of records, returns its number, otherwise kNone.
     int freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::int32_t due,
                Detections detections) const noexcept;
     // Freezes all stored and staged entries that a mask does not mark, without a time to restore

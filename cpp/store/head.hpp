@@ -46,7 +46,7 @@ public:
     std::size_t size() const { return pages_.size(); }
     std::byte* operator[](int number) const { return pages_[index(number)]; }
     const std::vector<std::byte*>& all() const { return pages_; }
-    // Returns how many entries fit.
+    // Returns how many entries fit into the pages.
     int room() const { return static_cast<int>(pages_.size()) * layout_->entries; }
 
     // grow() allocates pages until `entries` entries fit; drop() gives back the pages that
@@ -75,7 +75,7 @@ public:
     // still have other owners.
     void own(int number);
     void own_from(std::size_t first);
-    // Returns how many of the pages [first, last) would have to be copied.
+    // Returns how many of the pages [first, last) must be copied before they are written to.
     std::size_t count_shared(std::size_t first, std::size_t last) const;
 
     // take_over() takes the pages of a checkpoint or of a mapped file, all of them shared; view()
@@ -177,7 +177,7 @@ public:
     int count() const { return count_; }
     int budget() const { return budget_; }
     void set_budget(int entries) { budget_ = entries; }
-    // Returns how many entries the head may hold now.
+    // Returns how many entries the head may hold now, by its budget and in its pages.
     int room() const { return std::min(budget_, pages.room()); }
 
     Slot place(int i) const { return {pages[layout_->page_of(i)], layout_->slot_of(i)}; }

@@ -45,18 +45,20 @@ public:
     void set_workers(int n_workers, const KernelTable& kernels);
     // Sets the budgets in entries of every KV head, layer by layer, and the store's share of the
     // pool in pages. Heads that hold more evict at once. A pool that only this store uses shrinks
-    // to the share, and returns free memory to the system.
+    // to the share, and returns free memory to the system. Throws std::invalid_argument for
+    // impossible budgets, and what ColdHead::prepare() throws.
     void set_budgets(const std::vector<int>& budgets, std::size_t pool_pages,
                      const Protection& protection);
-    // Gives the share back to the pool; the store must be empty. The next set_budgets() takes a
-    // share again.
+    // Gives the share back to the pool; the next set_budgets() takes one again. Throws
+    // std::logic_error if the store holds pages.
     void give_up_share();
 
     // Must be called before every micro-batch, whose last position is `newest`. Reserves pages for
     // all entries that the micro-batch may leave behind, so that nothing later allocates. recalls:
     // recall() will be called for every head. n_echo: tokens of an echo behind the n_tokens, which
-    // may then be 0.
-    // The last n_drafts of the n_tokens are drafts: see commit_token() and settle_drafts().
+    // may then be 0. The last n_drafts of the n_tokens are drafts: see commit_token() and
+    // settle_drafts(). Throws std::invalid_argument for impossible numbers of tokens,
+    // std::logic_error if the pool has no pages left, and what ColdHead::prepare() throws.
     void reserve(int n_tokens, std::int32_t newest, bool recalls, int n_echo = 0, int n_drafts = 0);
     // Returns how many drafts may follow the next token, at most `wanted`: none where commits
     // cannot be undone (entries freeze, losses are measured, or a layer has several readers), and
@@ -86,8 +88,9 @@ public:
 
     // Adds to the importance what the queries of n_queries single tokens gave to the stored
     // entries, after these tokens were committed with a null `observed`, and before anything is
-    // evicted. In the sums, each query counts for kScoringInterval tokens and decays as if commit()
-    // had been given what it gave, and nothing was given in its neighbourhood.
+    // evicted. `sum` has what commit() would have added: each query counts for kScoringInterval
+    // tokens, what earlier queries gave has decayed, and a query gives nothing to its
+    // neighbourhood.
     void add_sum(int layer, int head, int n_queries, const float* sum, int workspace) noexcept;
 
     // Commits one staged token of a run with drafts, as if it had been read alone. token: its
@@ -96,13 +99,15 @@ public:
     void commit_token(int layer, int head, int token, std::int32_t position, const float* observed,
                       int workspace) noexcept;
     // Undoes the commits of all drafts of the last micro-batch but the first n_accepted. Must be
-    // called after every micro-batch that had drafts.
+    // called after every micro-batch that had drafts. Throws std::invalid_argument for a negative
+    // number.
     void settle_drafts(int n_accepted);
 
     // Throws MappedFileError if entries are in the pages of a file that someone has changed.
     void check_files();
 
-    // Drops entries at positions >= position, including frozen ones.
+    // Drops entries at positions >= position, including frozen ones. Throws std::invalid_argument
+    // for a negative position.
     void truncate(std::int32_t position);
     // Entries that have left the window of their layer are dropped before any others, and not
     // counted as evicted. Returns the first position whose query needs none of those dropped

@@ -22,12 +22,14 @@ struct LayerShape {
 
     // Returns how many values an entry of a KV head has.
     int entry_values() const { return k_dim + (latent ? 0 : v_dim); }
-    // Returns the oldest position that a query attends to.
+    // Returns the oldest position that the query at a position attends to; 0 or less: it attends to
+    // the whole text.
     std::int32_t oldest_seen(std::int32_t query) const {
         if (window == 0) return 0;
         return chunked ? query / window * window : query - window + 1;
     }
-    // Returns the first query that attends to nothing at or before a position.
+    // Returns the position of the first query that attends to nothing at or before a position; only
+    // for a layer with a window.
     std::int32_t first_blind(std::int32_t position) const {
         return chunked ? (position / window + 1) * window : position + window;
     }
@@ -40,6 +42,7 @@ constexpr std::int32_t kMostPositions = std::int32_t{1} << 30;
 constexpr int kPageEntries = 16;  // entries of a page in the layer with the largest entries
 
 // All pages have the same number of bytes; layers with smaller entries have more entries per page.
+// Both throw std::invalid_argument for impossible layers.
 std::size_t pool_page_bytes(const std::vector<LayerShape>& layers, KvType type);
 std::vector<PageLayout> page_layouts(const std::vector<LayerShape>& layers, KvType type);
 // Returns the bytes of a page of frozen entries in the layer where they are largest. Layers with

@@ -11,7 +11,7 @@ namespace entropykv {
 namespace {
 
 constexpr int kRowsAtOnce = 4;  // queries whose logits are held at a time
-// If a query gives less attention to an entry, it is not worth a copy.
+// An entry to which each query gives a smaller share of its attention is not worth a copy.
 constexpr float kLeastShare = 0.003f;
 // A frozen entry must be needed this many times as much as the entry that it replaces.
 constexpr float kAdvantage = 1.25f;

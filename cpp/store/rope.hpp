@@ -1,5 +1,5 @@
-// Rotary position embedding of stored keys. A key is stored rotated by the angles of its position.
-// If positions are moved, it is rotated further by the difference, with the model's own parameters.
+// Moves stored keys to other positions. RoPE has rotated a stored key by the angles of its
+// position, so it is rotated further by those of the difference, with the model's own parameters.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,8 @@ namespace entropykv {
 
 // Rotates every stored key from its RoPE position under `old_shift` to that under `new_shift`
 // (rope_position()); the first n_sinks positions stay. ropes: one for each layer. Throws
-// std::invalid_argument if they do not fit the store.
+// std::invalid_argument if they do not fit the store, and std::logic_error if the pool has no pages
+// for copies of shared ones.
 void rebase(HeadStore& store, const KernelTable& kernels, const std::vector<RopeParams>& ropes,
             int n_sinks, int old_shift, int new_shift);
 

@@ -19,8 +19,8 @@
 namespace entropykv {
 
 // In a layer with a window, KV heads hold up to kWindowSlack more entries than queries attend to,
-// so that they need not be searched at every token. When they are, kWindowMargin of those entries
-// stay, for a rollback.
+// so that no head must be searched at every token. When a head is searched, kWindowMargin of those
+// entries stay, for a rollback.
 constexpr int kWindowSlack = 64;
 constexpr int kWindowMargin = 32;
 
@@ -41,8 +41,8 @@ struct StoreSettings {
     // stores them as they are, and so does a store without layers here.
     std::vector<std::vector<KeyCentre>> key_centres{};
     std::optional<FreezeSettings> freezing{};  // unset: what is not kept is dropped
-    // True if the micro-batch of all layers is staged at a time, and not of one layer after
-    // another. Takes effect for a store with a pool of its own.
+    // True if the staging area holds the micro-batch of all layers at a time, and not of one layer
+    // after another. Takes effect for a store with a pool of its own.
     bool stages_all_layers = false;
 
     RopeParams rope_of(std::size_t layer) const {

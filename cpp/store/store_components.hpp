@@ -80,8 +80,8 @@ struct StoreComponents {
     void copy_shared_pages();
 
     // From the next micro-batch on, measures what each head would have lost if it had kept, beyond
-    // the protected entries, only as many as each knot says. knots must ascend from 0; no knots:
-    // nothing is measured.
+    // the protected entries, only as many as each knot says. No knots: nothing is measured. Throws
+    // std::invalid_argument unless knots ascend from 0 or more.
     void measure_losses(const std::vector<int>& knots);
     // Returns the losses that the last such micro-batch measured, [KV head of all layers][knot]:
     // the sums of the scores of all entries that would not be kept, divided by the head's squared
@@ -106,10 +106,12 @@ struct StoreComponents {
     // std::invalid_argument if an entry lies beyond the text, and like features_of().
     void predict_stored(std::int32_t n_positions, std::int32_t shift);
     // Starts or stops collecting lessons in all stores of the pool, from the next micro-batch on;
-    // clear_lessons() drops what was collected.
+    // clear_lessons() drops what was collected. Throws std::invalid_argument for measures that
+    // predict nothing, and like features_of().
     void collect_lessons(bool on);
     // Adds lessons of the stored entries at the positions [begin, end), which an echo has repeated.
-    // Sinks are left out. shift: as for predict_stored().
+    // Sinks are left out. shift: as for predict_stored(). Throws std::invalid_argument if lessons
+    // are not collected, or for numbers above 2^30.
     void teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift);
     void clear_lessons();
     // Returns the lessons of the pool, or null.

@@ -81,7 +81,8 @@ public:
     std::size_t shared_pages() const { return shared_pages_; }
 
     // Sets how many pages the pool has. If it shrinks, memory goes back to the system: see
-    // mapped_bytes(). Throws std::invalid_argument if the shares need more pages.
+    // mapped_bytes(). Throws std::invalid_argument if the shares need more pages, and
+    // std::logic_error if more pages stay in use.
     void set_pages(std::size_t pages);
 
     // Takes pages from a mapped file: see PagePool::adopt(). If pages that are free lie between

@@ -30,8 +30,8 @@ public:
 
     // The following are called while a draft token is committed. begin_token() comes first,
     // end_token() last; save_importance() before queries change it; save_dropped() before an
-    // eviction drops the entries that `mask` leaves out; note_move() for every entry that fills the
-    // place of such a one; note_evicted() with the number of entries that count as evicted.
+    // eviction drops the entries that `mask` leaves out; note_move() for every entry that takes the
+    // place of a dropped one; note_evicted() with the number of entries that count as evicted.
     void begin_token(const Head& head) noexcept;
     void save_importance(const Head& head) noexcept;
     void save_dropped(const Head& head, const std::uint8_t* mask,
