@@ -44,7 +44,7 @@ def without(part: str) -> Iterator[None]:
     """Let sessions that are opened inside the block lack a part of the method."""
 
     def unlimited(*arguments: Any, **_: Any) -> OnlineBudgets | None:
-        # With freezing, budgets have no such limits, because frozen entries can return.
+        # With freezes=True, budgets have no limit of a KV head, because frozen entries can return.
         return online_budgets(*arguments, freezes=True)
 
     if part == CENTRED_KEYS:

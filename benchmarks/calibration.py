@@ -31,7 +31,7 @@ from inputs import find_model
 
 
 class Cost(NamedTuple):
-    """Hold the time and memory of one process."""
+    """Hold the time of one process in seconds, and its memory in MiB."""
 
     wall: float
     cpu: float
@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 
 def calibrate(output: Path, threads: int, *arguments: object) -> Cost:
-    """Run the command line with `threads` threads; returns its cost."""
+    """Run `entropykv calibrate` with `threads` threads; returns its cost. Exits if it fails."""
     command = [sys.executable, "-m", "entropykv.cli", "calibrate", "-o", output, *arguments]
     limits = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     start = time.perf_counter()

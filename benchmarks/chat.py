@@ -115,7 +115,7 @@ class Script:
 
 
 def is_right(answer: str, fact: Fact, style: Style) -> bool:
-    """Tell whether an answer contains the fact."""
+    """Tell whether an answer is right; see Style.exact."""
     if style.exact:
         return answer.strip() == f"{''.join(fact.statement()).strip()}."
     value = "".join(fact.statement()).split(" ")[3:]

@@ -43,7 +43,7 @@ class EmptyWriter(TinyWriter):
     n_bytes = 0
 
     def write(self) -> None:
-        """Write the file."""
+        """Write the header and, for the tensors, a hole."""
         self._add_metadata()
         add_tokenizer(self.writer, self.shape.n_vocab)
         self._add_tensors()

@@ -3,11 +3,11 @@ saved state.
 
 python benchmarks/documents.py
 
-First, the time from an empty session to the first token of an answer about prose: from the file of
+Prints the time from an empty session to the first token of an answer about prose: from the file of
 `entropykv read`, after reading the text, and from the state of stock llama.cpp
-(llama_state_seq_save_file), which holds the full cache. Then the facts of documents that are
-answered right after reading, and from the file in another session. Loading weights is not part of
-any time.
+(llama_state_seq_save_file), which holds the full cache. Then prints how many facts of documents are
+answered correctly just after reading, and from the file in another session. Loading weights is not
+part of any time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def compare(model: str, text: str, options: dict[str, float], folder: Path) -> N
     with Session(model, **options) as session:
         document = session.tokenize(session.model.chat_prompt(text), add_bos=False)[:n_tokens]
         question = session.question(QUESTION)
-        session.decode(question)  # The other ways have the weights in memory, too.
+        # Before time is taken, the weights must be in memory, as for the other ways.
+        session.decode(question)
         session.reset()
         start = time.perf_counter()
         session.files.open_document(path)

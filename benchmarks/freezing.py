@@ -124,7 +124,7 @@ def main() -> None:
         with Session(
             path, n_ctx=N_CTX, kv_type="f16", policy=policy, n_threads=options.threads
         ) as session:
-            for writer in (stock, session):  # This token ends an answer, and is ignored.
+            for writer in (stock, session):  # A token that ends a text is ignored.
                 writer.model.is_end = lambda _: False  # type: ignore[method-assign]
             runs, ratios = [], []
             for seed in range(options.rounds):

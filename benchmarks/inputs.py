@@ -104,7 +104,7 @@ _PADDING: dict[str, Callable[[int], object]] = {
     "scores": lambda _: 0.0,
     "token_type": lambda _: int(TokenType.UNUSED),
 }
-"""By list of a tokenizer: the function that returns the value of padding item number i."""
+"""For each list of a tokenizer, the function that returns the value of padding item number i."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class BitNetShape:
 
 
 BITNETS = ("wide", "2b")
-"""Names of bitnet_shape()."""
+"""The names that bitnet_shape() knows."""
 
 
 def bitnet_shape(name: str) -> BitNetShape:

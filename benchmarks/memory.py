@@ -24,7 +24,7 @@ from inputs import memory_mib
 MIB = 2**20
 CONTEXT = 1_000_000
 ENTRIES = 2048  # The entries of a KV head in the pools that are shrunk.
-HEADS = 16  # The KV heads of a layer in these pools.
+HEADS = 16  # The KV heads of a layer in the pools that are shrunk.
 DIM = 128
 
 

@@ -129,7 +129,7 @@ def cache_bytes(model: Model, n_tokens: int) -> int:
 
 
 def report(name: str, n: int, streams: Streams) -> None:
-    """Print one line with the figures of some clients."""
+    """Print one line with the figures of `n` clients."""
     first = streams.first_tokens()
     print(
         f"{name:<14} {n:>3} clients  {streams.seconds():7.2f} s in all  "
@@ -240,10 +240,10 @@ def main() -> None:
     for n in counts:
         prompts = [text[i * 7 : i * 7 + options.prompt] for i in range(n)]
         of_stock = cache_bytes(model, n * (options.prompt + options.write + 1))
-        # Round up to whole pages, so that the pool holds as much as stock's cache.
+        # A tenth more, because a pool holds whole pages, so that it holds as much as stock's cache.
         budget = f"{int(options.kv_budget * of_stock * 1.1)}B"
         arguments = (prompts, options.write)
-        # Both run in alternation, so that they have the same load of the machine.
+        # Stock and pool alternate, so that they have the same load of the machine.
         for _ in range(2):
             report("stock", n, in_stock(model, *arguments, options.threads))
             report("pool", n, in_a_pool(options.model, *arguments, budget, options.threads))

@@ -56,9 +56,7 @@ def _options() -> argparse.Namespace:
 
 def _lessons(random: np.random.Generator, shape: tuple[int, int, int], n_tokens: int) -> Lessons:
     """Return lessons of random features, (n_layer, n_head_kv, n_features), that are as correlated
-    as a model's.
-
-    For this, they mix a third as many random numbers.
+    as a model's: features mix a third as many random numbers.
     """
     n_layer, n_head_kv, n_features = shape
     lessons = []

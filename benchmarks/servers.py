@@ -112,7 +112,7 @@ def ask(
 
 
 def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> Answers:
-    """Let all clients send their requests at once; return when their tokens arrived."""
+    """Let all clients send their requests at once; return the times at which tokens arrived."""
     answers = Answers([0.0] * len(prompts), [[] for _ in prompts])
 
     def client(i: int) -> str:

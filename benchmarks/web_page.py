@@ -277,7 +277,7 @@ def page_speed() -> None:
 
 
 def measured(page: Any, box: Any, *, moves: bool) -> list[float]:
-    """Return the durations of frames in milliseconds; with `moves`, while the mouse moves."""
+    """Return the times of frames in milliseconds; with `moves`, while the mouse moves."""
     page.evaluate(f"window.frames_ = ({MEASURE})({SECONDS}); 0")
     end = time.perf_counter() + SECONDS
     step = 0

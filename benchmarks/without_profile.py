@@ -44,7 +44,7 @@ class Case(NamedTuple):
     """How many eighths of the mean budget the recent window takes."""
 
     def line(self, name: str, divergence: float, n_right: int, n_known: int) -> str:
-        """Return a line of the table."""
+        """Return the line of the table for the passage `name`, or for all."""
         case = f"{self.fraction:.0%}  {self.kv_type:<12} window {self.eighths}/8"
         return f"{name:<18} {case}  KL {divergence:.4f}  facts {n_right} of {n_known}"
 

@@ -19,7 +19,9 @@ from entropykv.llamacpp.model import Model
 
 @dataclass(frozen=True)
 class FactsSize:
-    """Hold how many passages with facts are read, their length in tokens, and the facts of each."""
+    """Hold how many passages with facts are read, their length in tokens, and the number of facts
+    of each.
+    """
 
     n_passages: int
     n_tokens: int

@@ -1,4 +1,4 @@
-"""Read a prompt once in transformers, and compress its full cache by many presses.
+"""Read a prompt once in transformers, and compress its full cache by many of kvpress's presses.
 
 A press works in a hook after the attention of each layer, on the arguments of that attention and
 the entries of the cache; the prompt itself is read with all of its keys. Therefore the hooks of all

@@ -217,8 +217,8 @@ def entries_in(session: Session, n_bytes: int) -> int:
 
 
 def equality(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, float]:
-    """Return the share of tokens that are as expected, and the index of the first one that is
-    not.
+    """Return the share of tokens that are as expected, and the index of the first one that is not
+    (their number if all are).
     """
     equal = [a == b for a, b in zip(expected, tokens, strict=True)]
     return {

@@ -35,9 +35,7 @@ IMPORTANCE_TOLERANCE = 1e-4
 
 
 def assert_near(found: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
-    """Assert what assert_allclose does, which is slow, and called only if not all are finite and
-    near.
-    """
+    """Assert what assert_allclose does, which is slow, and called only to show differences."""
     found, expected = np.asarray(found), np.asarray(expected)
     if found.shape == expected.shape:
         with np.errstate(invalid="ignore"):

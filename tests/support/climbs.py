@@ -16,7 +16,7 @@ class ClimbCounts:
     full: int = 0
     rewalk: int = 0
     restored: int = 0
-    """The number of entries that these climbs restored."""
+    """The number of entries that all climbs restored."""
 
     def note(self, climb: Climb) -> None:
         """Add a climb to the counts."""

@@ -45,8 +45,8 @@ def draft_with(session: Session, oracle: Oracle) -> Drafting:
 
 
 def held(session: Session) -> list[Any]:
-    """Return the tokens of a session with a headwise store, and everything that it holds of
-    them.
+    """Return the tokens of a session with a headwise store, and everything that its KV heads
+    hold.
     """
     heads = [
         (layer, head)

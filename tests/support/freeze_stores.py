@@ -37,7 +37,7 @@ def store_of(
 
 @dataclass
 class Pair(WithOracle):
-    """Hold a store that freezes, and an oracle of each head that does the same; without recall."""
+    """Hold a store that freezes without recall, and an oracle for each of its heads."""
 
     shapes = SHAPES
     max_entries = MAX_ENTRIES

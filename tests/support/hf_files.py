@@ -36,8 +36,8 @@ _CLASSES = {
 
 
 def write_safetensors(path: Path, tensors: Arrays, header: dict[str, Any] | None = None) -> None:
-    """Write the length of the header, the header, and the data; `header` replaces entries of the
-    former.
+    """Write the length of the header, the header, and the data; `header`: changes of the header's
+    entries, by the name of the tensor.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""

@@ -154,14 +154,14 @@ class PlainMemoryDevice:
     name = b"PLAIN"
     kind = _ACCELERATOR
     memory = 0
-    """The bytes of memory that it reports, all of them free."""
+    """The bytes of memory that the device reports, all of them free."""
 
     def __init__(self) -> None:
         """Register the device; contexts that are made from now on give it products."""
         self.products = 0
-        """How many products it has computed."""
+        """How many products the device has computed."""
         self.refused: list[str] = []
-        """The names of operations that it got but does not support."""
+        """The names of operations that the device got but does not support."""
         self._registry, self._base = _libraries()
         self._name = ctypes.create_string_buffer(self.name)
         self._cpu = self._registry.ggml_backend_init_by_type(_CPU, None)
@@ -203,11 +203,11 @@ class PlainMemoryDevice:
         device.reg = ctypes.addressof(self._entry)
 
     def _buffer_type(self) -> int:
-        """Return the address of the buffer type in which it keeps tensors."""
+        """Return the address of the buffer type in which the device keeps tensors."""
         return int(self._base.ggml_backend_cpu_buffer_type())
 
     def _can_use(self, memory: int) -> bool:
-        """Tell whether it can compute with tensors in a buffer type."""
+        """Tell whether the device can compute with tensors in a buffer type."""
         return bool(self._base.ggml_backend_buft_is_host(memory))
 
     def _tell_memory(self, _: int, free: Any, total: Any) -> None:

@@ -71,7 +71,7 @@ class RefusingDevice(PlainMemoryDevice):
         """The names of operations that needed more room than their nodes were given."""
         self._copies_rows = copies_rows
         self._room: dict[int, int] = {}
-        """How many bytes it asked for at last, by the address of the node."""
+        """How many bytes the device asked for at last, by the address of the node."""
         self._of_views = frozenset(operation.encode() for operation in of_views)
         self._head_dims = frozenset(head_dims)
         self._refuses = frozenset(operation.encode() for operation in operations)

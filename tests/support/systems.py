@@ -23,7 +23,7 @@ def is_there(need: str) -> bool:
     A need is a path (`/proc/self/fd`), a name in a module (`os.mkfifo`), a function of the C
     library with brackets (`mallopt()`), or `permissions`: whether the mode of a file can refuse it
     to this user. Tests that send any signal to another process need `signal.SIGKILL`, because
-    Windows has neither; ending.ask_to_end() needs nothing.
+    Windows cannot send any; ending.ask_to_end() needs nothing.
     """
     if need == "permissions":
         return hasattr(os, "geteuid") and os.geteuid() != 0

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def in_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Return the results of functions that run at the same time, each in a thread of its own."""
+    """Return the results of functions that run at the same time, each in a thread of its own;
+    raises the first of their exceptions.
+    """
     results: list[Any] = [None] * len(calls)
 
     def run(i: int) -> None:

@@ -20,7 +20,9 @@ PATCH = 8
 
 
 class TinyProjector:
-    """Write a projector of one of the kinds below, for a text model of `n_embd` values."""
+    """Write a projector of kind mlp, gemma3, idefics3 or qwen2vl_merger, for a text model of
+    `n_embd` values.
+    """
 
     def __init__(
         self,

@@ -178,7 +178,7 @@ class TinyWriter:
         for layer in range(shape.n_layer):
             self._add_layer(f"blk.{layer}.")
         self._add_norm("output_norm", shape.n_embd)
-        # Models of these two use the embedding as the output head.
+        # Models of bitnet and gemma use the embedding as the output head.
         if shape.architecture not in ("bitnet", "gemma"):
             self._add_projection("output", shape.n_vocab, shape.n_embd, LOGIT_SCALE)
 

@@ -48,8 +48,7 @@ def key_centre(
 def stored_keys(keys: npt.NDArray[Any], kv_type: str, centres: npt.NDArray[Any] | None) -> Floats:
     """Return keys [n][n_head_kv][k_dim] as attention reads them back.
 
-    `centres`: [n_head_kv][2][k_dim], centre and unit of each KV head; None: keys are stored
-    without.
+    `centres`: [n_head_kv][2][k_dim], centre and unit of each KV head; None: keys have no centres.
     """
     if centres is None:
         return stored(keys, kv_type)

@@ -45,7 +45,9 @@ class Detections:
 
 @dataclass
 class FrozenEntry:
-    """Hold a frozen entry; `due` is the newest position that restores it, or None."""
+    """Hold a frozen entry; `due`: the position of the text at which it is restored; None: it has no
+    timer.
+    """
 
     k: Floats
     v: Floats
@@ -107,7 +109,9 @@ class FreezingHead(ReferenceHead):
         *,
         forget: bool = False,
     ) -> int:
-        """Restore the requested entries as far as the budget has room; returns how many."""
+        """Restore the entries frozen after `frozen_after` and due after `due_after` (or never), as
+        far as the budget has room; returns how many. `theirs`: the store's positions afterwards.
+        """
         if forget:
             self.detections = {}
         wanted = [

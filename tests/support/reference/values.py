@@ -23,7 +23,7 @@ def round_f16(values: npt.NDArray[Any]) -> Floats:
 def round_q8_0(rows: npt.NDArray[Any]) -> Floats:
     """Round rows [..., dim] to int8 times a scale per 32 values; the scale is max |x| / 127 in f16.
 
-    Computed in float32, as in the store, so that halves round in the same direction.
+    Values are float32, as in the store, so that halves round in the same direction.
     """
     result = np.zeros(rows.shape)
     for first in range(0, rows.shape[-1], QUANT_BLOCK):
@@ -46,7 +46,7 @@ LEVELS = np.array(
 
 def turned_blocks(rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     """Rotate every block of 32 values by a Hadamard matrix divided by the root of its size, which
-    is its own inverse. Computed in float32, in the order of the store.
+    is its own inverse. Values are float32, and added in the order of the store.
     """
     blocks = rows.astype(np.float32) * np.float32(1.0 / np.sqrt(QUANT_BLOCK))
     blocks = blocks.reshape(*rows.shape[:-1], -1, QUANT_BLOCK)
