@@ -108,7 +108,9 @@ def split_arguments(
 
 
 def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptions:
-    """Return `cache` with a kv_type derived from Llama's type_k and type_v, if it is `auto`."""
+    """Return `cache`, whose kv_type `auto` becomes that of Llama's type_k and type_v; raises
+    SettingsError if these differ from another kv_type.
+    """
     numbers = (arguments["type_k"], arguments["type_v"])
     if cache.kv_type == "auto" and numbers != (None, None):
         return replace(cache, kv_type=kv_type_of_numbers(*numbers))
@@ -167,8 +169,8 @@ def with_draft_model(budget: BudgetArguments, draft_model: Any) -> BudgetArgumen
 def sampling_of(given: Mapping[str, Any], seed: int, last_n_tokens: int) -> Sampling:
     """Return how tokens are chosen, from the arguments of llama_cpp.Llama's methods by name.
 
-    As there, mirostat is told no temperature, and one below 0 samples from all tokens. Raises
-    SettingsError for what cannot be used.
+    As in llama_cpp.Llama, mirostat gets no temperature, and a temperature below 0 samples from all
+    tokens. Raises SettingsError for what cannot be used.
     """
     temperature = given["temperature"] if "temperature" in given else given["temp"]
     grammar = given["grammar"]

@@ -91,7 +91,7 @@ def detach(llm: EntropyLlama) -> llama_cpp.Llama:
         drafts = llm._budget.cache.spec_draft_model
         if callable(drafts):
             llm.draft_model = cast(LlamaDraftModel, drafts)
-            llm._logits_all = True  # Llama.generate() needs them to check drafts.
+            llm._logits_all = True  # Llama.generate() checks drafts by all logits.
         del llm._budget, llm._guard, llm._alike
         stock = cast(llama_cpp.Llama, llm)
         stock.__class__ = llama_cpp.Llama
@@ -135,7 +135,9 @@ def _check_stock(llm: object) -> None:
 
 
 def _check_idle(llm: llama_cpp.Llama) -> None:
-    """Raise if the model is closed, or if its cache holds states of the other kind of context."""
+    """Raise EntropyKVError if the model is closed, and SettingsError if it has a cache, whose
+    states would not fit the new context.
+    """
     context = llm._ctx
     if not context.is_open if isinstance(context, BudgetContext) else context.ctx is None:
         raise EntropyKVError("the model is closed; load it again")

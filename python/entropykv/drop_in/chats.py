@@ -73,7 +73,8 @@ def answer_chat(llama: Any, formatter: Any, given: Mapping[str, Any]) -> Any:
     """Complete the prompt that a formatter makes of a chat, and return it as a chat.
 
     `given`: the arguments of create_chat_completion() by name. If a tool must be called, the
-    completion is the arguments of the call.
+    completion is the arguments of the call. Raises SettingsError for a tool that there is not, and
+    the errors of create_completion().
     """
     said = {name: llama.said(given[name]) for name in ("tools", "functions")}
     made = formatter(**{name: {**given, **said}[name] for name in _OF_PROMPT})

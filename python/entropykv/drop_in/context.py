@@ -39,7 +39,7 @@ class CallGuard:
         closed, or if another thread is within a call.
         """
         if not self.lock.acquire(blocking=False):
-            _ = context.session  # Raises if another thread closes it.
+            _ = context.session  # Raises if another thread closes the model.
             raise EntropyKVError(
                 "another thread is using this EntropyLlama, which holds one sequence; let calls "
                 "take turns with a lock, or give each thread a model of its own"
@@ -67,7 +67,7 @@ class CallGuard:
         since an answer began.
         """
         if self._answer is not answer:
-            _ = context.session  # Raises if it was closed.
+            _ = context.session  # Raises if the model was closed.
             raise EntropyKVError(
                 "another call has used this EntropyLlama, which holds one sequence, before this "
                 "answer was complete; end one answer before the next, or use two models"

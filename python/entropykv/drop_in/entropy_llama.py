@@ -117,8 +117,9 @@ class EntropyLlama(llama_cpp.Llama):
     names of control tokens in messages, such as <|im_end|>, become control tokens, with which
     whoever wrote them can end a turn and begin another one.
 
-    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
-    FreezeError, SessionFileError.
+    Raises ModelFileError and UnsupportedModelError for the model, BudgetError, ProfileError and
+    SettingsError for the arguments, FreezeError if cold storage cannot be made, and
+    SessionFileError for the document.
     """
 
     _ctx: BudgetContext
@@ -161,7 +162,7 @@ class EntropyLlama(llama_cpp.Llama):
         **llama: Any,
     ) -> None:
         """Load the model; its stock context is a stub, which the context of the budget replaces."""
-        # The stack is made first, so that close() works even if the rest raises.
+        # The stack is made first, so that close() works even if loading raises.
         self._stack = contextlib.ExitStack()
         cache, arguments = split_arguments(options, llama)
         budget = BudgetArguments(cache, on_evict, repeatable, on_climb, parse_special)
@@ -386,7 +387,7 @@ class EntropyLlama(llama_cpp.Llama):
         session = self._session
         if not special or MARK.encode() not in text:
             return super().tokenize(text, add_bos, special)
-        # Other tokenizers find names of control tokens anywhere.
+        # A tokenizer of the user's reads names of control tokens anywhere, so they are changed.
         if not isinstance(self.tokenizer_, LlamaTokenizer):
             plain = without_names(text.decode("utf-8")).encode("utf-8")
             return super().tokenize(plain, add_bos, special)
@@ -416,7 +417,7 @@ class EntropyLlama(llama_cpp.Llama):
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
     ) -> bytes:
-        """Return the text of tokens, as llama_cpp.Llama does."""
+        """Return the text of tokens, as llama_cpp.Llama does; placeholders of images have none."""
         tokens = [token for token in tokens if not is_placeholder(token)]
         return super().detokenize(tokens, prev_tokens, special)
 
@@ -489,15 +490,15 @@ class EntropyLlama(llama_cpp.Llama):
     def _back(self) -> list[int]:
         """Go back to n_tokens; returns the tokens before that must be read again.
 
-        They are none if the session still holds all that it needs; otherwise all, or those behind a
-        checkpoint.
+        There are none if the session can return to n_tokens; otherwise these are all of them, or
+        those behind a checkpoint.
         """
         session, kept = self._session, self.n_tokens
         self._n_kept = None
         if session.text.held().can_return_to(kept):
             if session.position == kept > 0:
                 return []
-            # The session's pool may give it a smaller share now.
+            # truncate() raises if the session's pool gives it a smaller share now.
             with contextlib.suppress(ContextError):
                 session.text.truncate(kept)
                 return []
@@ -536,7 +537,7 @@ class EntropyLlama(llama_cpp.Llama):
             companions = Companions(processors=self._processors(given))
             with Chooser(self._sampling(given), session, companions) as chooser:
                 chosen = chooser.choose(self._logits_at(-1 if row is None else row - self.n_tokens))
-            # Where a constraint allows no token, it allows the end.
+            # Where a constraint allows no further token, the text ends.
             token = self.token_eos() if chosen is None else chosen
             self._sampled = token
             if not session.model.is_end(token):
@@ -871,7 +872,7 @@ class EntropyLlama(llama_cpp.Llama):
 
     def load_state(self, state: LlamaState) -> None:
         """Load a state that save_state() of an EntropyLlama with this model has returned; raises
-        SessionFileError.
+        SessionFileError for any other.
         """
         self._load(lambda: self._session.files.load_state(state.llama_state))
         if self._logits_all:
@@ -893,15 +894,17 @@ class EntropyLlama(llama_cpp.Llama):
             self.eval([])
 
     def save_session(self, path: str | os.PathLike[str]) -> SavedContents:
-        """Write the current state to a file, as SessionFiles.save(); raises SessionFileError."""
+        """Write the current state to a file, as SessionFiles.save(); raises SessionFileError if
+        that fails.
+        """
         self._settle()
         return self._session.files.save(path)
 
     def load_session(self, path: str | os.PathLike[str]) -> SavedContents:
         """Load a file of save_session() or Session.files.save(); its text is not read again.
 
-        Raises SessionFileError, and leaves the state unchanged; raises SettingsError with
-        logits_all, because files have no rows of logits.
+        Raises SessionFileError for any other file, which leaves the state unchanged, and
+        SettingsError with logits_all, because files have no rows of logits.
         """
         if self._logits_all:
             raise SettingsError(

@@ -131,7 +131,7 @@ class _NotingMtmd:
             # Placeholders are tokens, too.
             "mtmd_input_chunk_get_type": int(self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT),
         }
-        """What functions return that need no arguments."""
+        """What functions return whose arguments do not matter, by their names."""
 
     def __getattr__(self, name: str) -> Any:
         """Return a function of `_constant`, or any other attribute of the module, such as its types

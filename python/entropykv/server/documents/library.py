@@ -61,7 +61,10 @@ _MOST_SUMMARIES = 4096
 
 
 class DocumentLibrary:
-    """Find, count and remove the documents below a directory; any thread may call it."""
+    """Find, count and remove the documents below a directory; any thread may call it.
+
+    A method that takes a DocumentId raises the RequestError of path() for an impossible name.
+    """
 
     def __init__(
         self, directory: str | os.PathLike[str], limit_bytes: int | None, *, several: bool
@@ -69,8 +72,10 @@ class DocumentLibrary:
         """Make the directory if it does not exist; only its owner can read it.
 
         It may be an address in object storage: see folder_of(). `limit_bytes`: the most bytes of
-        all complete documents on the disk, and of the texts that wait; None: no limit. `several`:
-        whether each model has a folder of its own. Raises SettingsError and MissingExtraError.
+        all complete documents on the disk, and of the texts that wait, together; None: no limit.
+        `several`: whether each model has a folder of its own. Raises SettingsError for a place
+        where documents cannot be kept, and MissingExtraError without the package of an object
+        storage.
         """
         self._several = several
         self._summaries: dict[Path, tuple[FileStamp, dict[str, int]]] = {}
@@ -82,7 +87,7 @@ class DocumentLibrary:
                 "directory (--documents)"
             ) from None
         self.readings = Readings(self._files)
-        """What is being read and deleted, for the threads that do so."""
+        """What is being read and deleted; DocumentReader takes its work from here."""
 
     def folder(self, model: str, user: str) -> Path:
         """Return the folder of a user's documents of a model."""
@@ -220,7 +225,8 @@ class DocumentLibrary:
     def _kept(self, path: Path, reading: Reading) -> AcceptedText:
         """Write the text of a reading to the disk, or take over the file that a server has left.
 
-        Raises RequestError (507), and DocumentBusyError if another server has taken it over.
+        Raises RequestError (507) without room for the text, and DocumentBusyError if another server
+        has taken the file over.
         """
         accepted = Accepted(reading.text, [*reading.names], reading.system)
         file = text_file_of(path)
@@ -250,11 +256,12 @@ class DocumentLibrary:
     def end(
         self, reading: Reading, error: str | None = None, *, goes_on: bool = False
     ) -> Removal | None:
-        """Record that a reading has ended; `error` is the sentence that says why it failed.
+        """Record that a reading has ended; `error` is the sentence that says why it failed; None:
+        it did not.
 
-        `goes_on`: whether it was stopped and can go on later, here or at another server. If the
-        document was deleted meanwhile, its files are removed first, and the deletion is returned;
-        otherwise None is.
+        `goes_on`: whether it was stopped and can go on later, here or at another server. Returns
+        the Removal of a document that was deleted meanwhile, whose files are then removed;
+        otherwise None.
         """
         path = self.path(reading.id)
         removal = self.readings.end(path, reading, error, goes_on=goes_on)
@@ -271,7 +278,9 @@ class DocumentLibrary:
             reading.end()
 
     def interrupted(self, model: str) -> list[Reading]:
-        """Return readings that continue the interrupted ones of a model."""
+        """Return readings that continue the interrupted ones of a model, and remove the texts that
+        are left of documents which are ready.
+        """
         users = [""]
         with suppress(OSError):
             users += [each.name for each in os.scandir(self.folder(model, "")) if each.is_dir()]
@@ -315,7 +324,7 @@ class DocumentLibrary:
         """Keep a document in use from being removed by other processes, too, and note its use.
 
         Returns False if it is not there, or not read to its end. Raises RequestError (503) if
-        another process does not let go of its file. The storage is asked once.
+        another process does not let go of its file.
         """
         path = self.path(document)
         reading = self.readings.find(path)

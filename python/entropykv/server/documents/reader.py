@@ -29,7 +29,9 @@ class DocumentReader:
     """Read the documents of one model in a thread of its own, as a further sequence of the pool."""
 
     def __init__(self, model: LoadedModel, library: DocumentLibrary) -> None:
-        """Go on with the readings that an earlier server of this model has left."""
+        """Start the thread, and go on with the readings that an earlier server of this model has
+        left.
+        """
         self.library = library
         self.model = model.name
         self._loaded = model

@@ -38,7 +38,7 @@ from entropykv.session.document_folder import DocumentFolder, text_file_of
 _MOST_LINE_BYTES = 1 << 20
 """The longest first line, which has names of files and a system message."""
 _UTF8 = ("utf-8", "surrogatepass")
-"""JSON can have lone surrogates, which UTF-8 alone cannot."""
+"""How texts are encoded: JSON can have lone surrogates, which strict UTF-8 cannot."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class AcceptedText:
 
     @classmethod
     def write(cls, path: Path, accepted: Accepted) -> AcceptedText:
-        """Write the file, which is on the disk when this returns; raises OSError.
+        """Write the file, which is on the disk when this returns; raises OSError if that fails.
 
-        What a process has left that was killed while it wrote the same text is removed.
+        Files that processes have left which were killed while they wrote the same text are removed.
         """
         data = bytes_of(accepted)
         remove_left_overs(path)
@@ -166,7 +166,7 @@ class Removal:
     """Whether there was a reading or its text, even if no other files are found."""
     ended: threading.Event = field(default_factory=threading.Event)
     refusal: Exception | None = None
-    """Why the document is still there, after the end."""
+    """Why the document is still there after the end; None: it is gone."""
 
 
 @dataclass(eq=False)
@@ -178,7 +178,9 @@ class Reading:
     names: Sequence[str]
     """The files that the text came from."""
     system: str | None = None
-    """The system message before the text, which only `entropykv read` can begin with."""
+    """The system message before the text; only readings that `entropykv read` has begun
+    have one.
+    """
     status: Status = "queued"
     n_read: int = 0
     n_tokens: int = 0
@@ -186,13 +188,13 @@ class Reading:
     stop: threading.Event = field(default_factory=threading.Event)
     """Set to end the reading after its current micro-batch."""
     kept: AcceptedText | None = None
-    """The file of its text; None before it was written, and after the end."""
+    """The file of the document's text; None before it was written, and after the end."""
     removal: Removal | None = None
     """The deletion for which the reading was stopped, so that nothing of the document is kept;
     None: there is no deletion.
     """
     ended: list[Any] = field(default_factory=list)
-    """Functions that are called when it has ended."""
+    """Functions that are called when the reading has ended."""
 
     def end(self) -> None:
         """Release the memory of the text, and call the functions in `ended`."""
@@ -265,7 +267,7 @@ class Readings:
                     f"{MOST_READINGS} documents are being read or wait for it; try again later",
                     retry_after=30,
                 )
-            # Without this, the reading would take the place of the failed one.
+            # Otherwise the reading would get the place of the failed one in the order.
             self._of.pop(path, None)
             self._of[path] = reading
         return True

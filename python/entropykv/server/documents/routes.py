@@ -157,7 +157,7 @@ class NewDocument(BaseModel):
 
 
 def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> APIRouter:
-    """Return the routes; without a library they answer 501."""
+    """Return the routes of documents; without a library they answer 501."""
     router = APIRouter(prefix="/v1/documents", tags=["Documents"])
 
     @router.post("", status_code=202, responses=_READ_BEFORE, openapi_extra=_BODY)
@@ -167,7 +167,7 @@ def document_routes(models: ModelRegistry, library: DocumentLibrary | None) -> A
         given = await run_in_threadpool(_new_document, body, kind)
         engine = await models.use(request, given.model)
         document = DocumentId(engine.model.name, user_of(request.scope), given.name)
-        kept.path(document)  # Check the name.
+        kept.path(document)  # Refuse an impossible name.
         reading = Reading(document, given.text, [given.filename or given.name])
         loop, release = asyncio.get_running_loop(), models.keep(engine)
 
@@ -230,7 +230,9 @@ def _add_deleting(
 def _statuses(
     models: ModelRegistry, library: DocumentLibrary, user: str, name: str, model: str | None
 ) -> list[dict[str, Any]]:
-    """Return the status of a document for clients, for each model that has one of this name."""
+    """Return the status of a document for clients, for each model that has one of this name; raises
+    RequestError (404) if none has.
+    """
     several = models.all() if model is None else [models.find(model)]
     told = (library.status(DocumentId(held.name, user, name)) for held in several)
     found = [each for each in told if each is not None]
@@ -267,7 +269,9 @@ _BODY = {
 
 
 def _new_document(body: bytes, kind: str) -> NewDocument:
-    """Return the document in a body of JSON, or of a form; raises RequestError."""
+    """Return the document in a body of JSON, or of a form; raises RequestError for a body that
+    cannot be read, and for a text that is empty or too long.
+    """
     if is_form(kind):
         given = _of_form(body, kind)
     else:

@@ -39,20 +39,20 @@ class _Conversation(IdleSession):
     session: Session
     caller: Caller
     document: Path | None = None
-    """The file of the document that is all that the conversation has read; questions get copies of
-    it.
+    """The file of a document, if the conversation has read that and nothing else; questions
+    continue copies of it.
     """
     version: FileStamp | None = None
     """The version of the document's file, which another server may replace."""
     answer_place: int = 0
     """The position at which later turns continue, because they lack the thought of the last answer;
-    0: it has none.
+    0: there is no thought.
     """
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """Hold what a request wants to continue from."""
+    """Hold a prompt, and what of the kept texts it may continue."""
 
     tokens: array[int]
     caller: Caller
@@ -107,7 +107,9 @@ class PrefixCache:
         The pool lets go of conversations with the last two, and so never waits for the first.
         """
         self._texts = pool.runner.kept_texts.index
-        """Has the conversations and the prompts that are being read, beside the checkpoints."""
+        """The pool's index of kept texts: conversations, prompts that are being read, and
+        checkpoints.
+        """
         self._readings: dict[Session, _Reading] = {}
         """The prompts that are being read, by the sessions that read them."""
         self.forked = 0
@@ -221,7 +223,8 @@ class PrefixCache:
 
         Other prompts may also continue it. Therefore the prompt must contain the whole
         conversation, or all but its last answer, which is quickly read again from the checkpoint
-        before it. The only one of a pool is truncated to what the prompt continues.
+        before it. If the pool holds one conversation alone, that is truncated to what the prompt
+        continues.
         """
         if self._pool.holds_one:
             found = self._texts.longest_first(_Conversation, prompt.tokens, prompt.tenant)
@@ -282,7 +285,8 @@ class PrefixCache:
     def open_document(self, path: Path, caller: Caller) -> list[int]:
         """Load a document unless it is kept already; returns its tokens.
 
-        Raises SessionFileError, or PoolError if there is no room for it.
+        Raises SessionFileError for a file that cannot be loaded, or PoolError if there is no room
+        for it.
         """
         return self._with_document(path, caller, lambda kept: kept.session.tokens)
 
@@ -438,11 +442,11 @@ class PrefixCache:
             each.session.close()
 
     def put(self, session: Session, caller: Caller, answer_place: int = 0) -> None:
-        """Keep a conversation for its next turn.
+        """Keep a conversation for its next turn; an empty one is closed.
 
-        `answer_place`: the position at which its next turn continues if its answer begins with a
-        thought. The caller's conversations of which it is a later turn are then forgotten: no
-        further turn has their thoughts, and checkpoints have what was read before them.
+        `answer_place`: the position at which the next turn continues if the last answer begins with
+        a thought. The caller's conversations of earlier turns are then forgotten: no further turn
+        has their thoughts, and checkpoints have what was read before these.
         """
         if session.position == 0:
             session.close()
@@ -482,7 +486,7 @@ class PrefixCache:
         """Save a caller's latest conversation to a file, or that of a session; no request can use
         it meanwhile. Returns what was saved, or None if the conversation is not kept.
 
-        Raises SessionFileError.
+        Raises SessionFileError if the file cannot be written.
         """
         with self._lock:
             kept = self._of(caller, session)
@@ -498,7 +502,8 @@ class PrefixCache:
         """Load a file as a caller's conversation, which takes the place of all others of the caller
         if it `replaces` them.
 
-        Raises SessionFileError, or PoolError if there is no room for it.
+        Raises SessionFileError for a file that cannot be loaded, or PoolError if there is no room
+        for it.
         """
         session = self._loaded(caller, path)
         if replaces:

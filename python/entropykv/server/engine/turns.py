@@ -112,7 +112,7 @@ TOKENS_READ_HEADER = b"x-entropykv-tokens-read"
 _STREAMS = (b"text/event-stream", b"application/x-ndjson")
 """The types of answers that are sent while the model generates."""
 _CHECK_INTERVAL = 0.01
-"""Seconds between two checks of a waiting request whether the conversation is free."""
+"""Seconds between two checks whether the answer to a request has ended."""
 
 
 class TurnMiddleware:

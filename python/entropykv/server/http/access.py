@@ -203,7 +203,9 @@ class Keys:
 
     @classmethod
     def of(cls, server: ServerOptions) -> Keys:
-        """Return the keys that the options name; raises SettingsError for a file without any."""
+        """Return the keys that the options name; raises SettingsError for a file that cannot be
+        read, and for one with no or too many keys.
+        """
         keys = [] if server.api_key is None else [server.api_key]
         if server.api_key_file is not None:
             keys += _keys_in(server.api_key_file)
@@ -262,7 +264,7 @@ def _keys_in(path: str) -> list[str]:
 def shows_text(server: ServerOptions, keys: Keys) -> bool:
     """Tell whether routes and the page may show the texts in the cache.
 
-    Unless the operator has decided, only if requests can come from this machine alone.
+    Unless the operator has decided, they may only if no request can come from another machine.
     """
     if server.show_text is not None:
         return server.show_text

@@ -61,7 +61,9 @@ class Bodies:
             await self._app(scope, _replayed(body.whole(), receive), send)
 
     async def _received(self, scope: Scope, receive: Receive, body: Body) -> bool:
-        """Receive the body; returns False if the client has disconnected. Raises RequestError."""
+        """Receive the body; returns False if the client has disconnected. Raises RequestError for a
+        body, or a name of a conversation, that is too long, and for a body that is too slow.
+        """
         headers = dict(scope["headers"])
         if len(session_in(scope["headers"]) or "") > MOST_NAME:
             raise RequestError(

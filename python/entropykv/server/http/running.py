@@ -59,7 +59,9 @@ class LimitedProtocol(H11Protocol):
         """Accept a connection, or refuse it."""
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """What runs out after `seconds`: the time for headers, to read (write), and to close."""
+        """The running timers of `seconds`: `headers`, `write` (until the client reads), and
+        `close`.
+        """
         self._end_if_stuck()
         if len(self.connections) > self.most:
             self._refuse(503, "Service Unavailable", "the server has too many connections")
@@ -285,7 +287,8 @@ class _Server(uvicorn.Server):
         self._app = app
         self._app.when_done = self._loaded
         self._url = url
-        # uvicorn raises the signal again after its shutdown, for the previous handlers.
+        # uvicorn raises the signal again after its shutdown: without these handlers, that would end
+        # the process.
         for number in (*system.ending_signals(), signal.SIGINT):
             signal.signal(number, self._leave)
 

@@ -26,7 +26,7 @@ class ServedModel:
     name: str
     options: ModelOptions
     aliases: tuple[str, ...] = ()
-    """Other names that requests may use for it."""
+    """Other names that requests may use for the model."""
     load_on_startup: bool = False
     """True to load it when the server starts; false to load it when a request first needs it."""
 
@@ -108,7 +108,8 @@ class ModelCatalog:
 
 
 def models_in(directory: str) -> dict[str, Path]:
-    """Return the paths of the model files in a directory by name; raises SettingsError.
+    """Return the paths of the model files in a directory by name; raises SettingsError if it cannot
+    be listed, has none, or has two of the same name.
 
     The name is the file name without `.gguf`. A split model has one name, and the path of its first
     part. A file in a folder of its own has the folder's name, or FOLDER/FILE if the folder has
@@ -175,8 +176,8 @@ def projector_beside(model: Path, directory: str) -> Path | None:
 
 
 def name_of(path: str) -> str:
-    """Return the name of a model's file, without folder and suffix; it is the same for all
-    parts.
+    """Return the name of a model's file, without folder and suffix; all parts of a split model have
+    the same one.
     """
     stem = Path(path).name.removesuffix(".gguf")
     split = _SPLIT.fullmatch(stem)

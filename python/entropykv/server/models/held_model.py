@@ -64,7 +64,8 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
     """Estimate the memory of a model from the header of its file, and from its plan, which
     `entropykv plan` makes, too.
 
-    Raises ModelFileError, UnsupportedModelError, ProfileError, BudgetError, SettingsError.
+    Raises ModelFileError and UnsupportedModelError for the file, and ProfileError, BudgetError and
+    SettingsError for the options.
     """
     geometry = read_loadable(path)
     asked = for_thoughts(cache_options(options), options, path)
@@ -88,7 +89,7 @@ def estimate_memory(path: Path, options: ModelOptions) -> MemoryEstimate:
 
 def _beside_the_budget(options: CacheOptions, evicted_bytes: int) -> int:
     """Return the bytes of checkpoints, and of frozen entries in memory; `evicted_bytes`: those of a
-    full cache that the budget does not hold, which are frozen unless a limit is set.
+    full cache that the budget does not hold, all of which are frozen if no limit is set.
     """
     total = 0
     if options.in_pool:
@@ -106,8 +107,8 @@ Result = TypeVar("Result")
 class DaemonThreads:
     """Call functions in daemon threads, one for each call; the event loop waits for the results.
 
-    The executors of asyncio and concurrent.futures would let the process wait for a call that takes
-    minutes, such as loading a large model.
+    With the executors of asyncio and concurrent.futures, the process could not end before a call
+    that takes minutes, such as loading a large model.
     """
 
     def __init__(self, name: str) -> None:
@@ -180,11 +181,13 @@ class HeldModel:
     unloaded.
     """
     failure: RequestError | None = None
-    """Why the latest attempt to load it failed; None if it did not."""
+    """Why the latest attempt to load the model failed; None if it did not."""
     estimate: MemoryEstimate | None = None
     """The estimated memory of the loaded model; None if not estimated yet."""
     about: dict[str, Any] | None = None
-    """What describe() of the routes returned when the model was last loaded; None before."""
+    """What describe() of llama_server_routes.py returned when the model was last loaded; None
+    before.
+    """
     users: int = 0
     """How many requests the model answers, or is about to answer."""
     waiting: int = 0
@@ -208,16 +211,16 @@ class HeldModel:
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether no request uses it, and none is about to."""
+        """Tell whether no request uses the model, and none is about to."""
         return self.users == 0 and (self.waiting == 0 or self.leaves)
 
     @property
     def is_awaited(self) -> bool:
-        """Tell whether a request waits until it is loaded, or it is to be loaded anyway."""
+        """Tell whether a request waits until the model is loaded, or it is to be loaded anyway."""
         return self.waiting > 0 or self.wanted
 
     def count_bytes(self) -> int:
-        """Return the estimated bytes that it takes, including those swapped out to memory.
+        """Return the estimated bytes that the model takes, including those swapped out to memory.
 
         It may wait for a step of the model, so it must not be called in the event loop.
         """

@@ -54,8 +54,8 @@ _NOT_HERE = {
 def load_model(
     options: ModelOptions, images: ImageLimits | None = None, *, documents: bool = False
 ) -> LoadedModel:
-    """Load the model and make its pool; raises the errors of Pool. `images`: the limits for its
-    images.
+    """Load the model and make its pool; raises the errors of Pool. `images`: the limits for the
+    images of requests.
 
     `documents`: whether documents are read, for which the pool has one more sequence.
     """
@@ -75,7 +75,7 @@ def load_model(
     cache = _sized(cache, options)
     try:
         pool = opened(for_thoughts(cache, options, path).going_back())
-    except UnsupportedModelError:  # Without checkpoints, turns are read again.
+    except UnsupportedModelError:  # The model can have no checkpoints.
         pool = opened(cache.going_back())
     try:
         return _prepared(pool, options, images)
@@ -116,7 +116,7 @@ def _check(options: ModelOptions) -> None:
 
 
 def _load_options(options: ModelOptions) -> LoadOptions:
-    """Return how the model is loaded; raises SettingsError."""
+    """Return how the model is loaded; raises SettingsError for options that cannot be read."""
     given = options.model_fields_set
     modes = {number: name for name, number in SPLIT_MODES.items()}
     strategies = {number: name for name, number in NUMA_STRATEGIES.items()}
@@ -139,7 +139,9 @@ def _load_options(options: ModelOptions) -> LoadOptions:
 
 
 def _sized(cache: CacheOptions, options: ModelOptions) -> CacheOptions:
-    """Return the options of the cache with sizes, threads, devices and drafts of the model."""
+    """Return the options of the cache with the model's K/V type, sizes, threads and drafts; raises
+    SettingsError for two ways to guess tokens.
+    """
     n_ubatch = options.n_ubatch if "n_ubatch" in options.model_fields_set else cache.micro_batch
     most = min(options.n_batch, options.n_ctx or options.n_batch)
     drafts = cache.spec_draft_model
@@ -200,7 +202,7 @@ def _template_of(options: ModelOptions) -> str | None:
 def path_of(options: ModelOptions) -> Path:
     """Return the path of the model's file, which is downloaded first if necessary.
 
-    Raises HubError.
+    Raises HubError if that fails, and ModelFileError for a known name whose package is missing.
     """
     if options.hf_repo is None:
         return Path(path_of_model(options.model))

@@ -116,7 +116,9 @@ class ModelRegistry:
         return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
-        """Return the model with a name or alias, or the default; raises RequestError (400, 404)."""
+        """Return the model with a name or alias, or the default; raises RequestError for a name
+        that is missing (400) or unknown (404).
+        """
         if self.catalog.any_name or (name is None and self.catalog.default is not None):
             return self._held[str(self.catalog.default)]
         if name is None:
@@ -232,7 +234,8 @@ class ModelRegistry:
     def load_now(self) -> None:
         """Load the only model of the catalog in this thread, before requests arrive.
 
-        Raises the errors of loading, and SettingsError if it takes more than the room for models.
+        Raises the errors of loading, and SettingsError for a model that takes more than the room
+        for models.
         """
         (held,) = self._held.values()
         if self.room.memory is not None:

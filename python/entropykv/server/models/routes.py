@@ -20,7 +20,9 @@ class ModelName(BaseModel):
 
 
 def model_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes; loading and unloading exist only in a server of several models."""
+    """Return the routes of models; only a server of several models has those that load
+    and unload.
+    """
     router = APIRouter(tags=["Models"], route_class=BodyRoute)
 
     @router.get("/v1/models")

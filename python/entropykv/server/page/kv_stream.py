@@ -156,7 +156,7 @@ class Picture:
     conversation is swapped out, or if there is none.
     """
     seconds: float
-    """CPU seconds that the worker thread spent on it."""
+    """The CPU seconds that it took to take the picture."""
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON for the page, in which the planes are concatenated, deflated and
@@ -275,7 +275,7 @@ def held_tokens(
 INTERVAL = 0.25
 """The least seconds between two pictures."""
 MOST_SHARE = 0.02
-"""The largest share of the worker's time that a viewer may cost; slow pictures are sent
+"""The largest fraction of time that may be spent on pictures for one viewer; slow ones are sent
 less often.
 """
 MOST_VIEWERS = 16
@@ -294,7 +294,7 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 def kv_stream_routes(
     models: ModelRegistry, *, show_text: bool, most_seconds: int = MOST_SECONDS
 ) -> APIRouter:
-    """Return the routes. Without viewers, they cost the worker threads no time.
+    """Return the routes of viewers; they cost no time while nobody watches.
 
     A user sees only conversations of the own key, and their texts only with `show_text`. Streams
     end after `most_seconds`, also if a request asks for more.

@@ -21,8 +21,8 @@ from entropykv.server.documents.routes import document_name, fields_of, is_form
 from entropykv.server.http.errors import RequestError
 
 SHARED_CHARACTERS = 512
-"""The shortest system prompt that requests are sent together for; reading a shorter one again takes
-less time than waiting.
+"""The fewest characters of a system prompt for which requests go to the same replica; reading a
+shorter one again takes less time than waiting.
 """
 MOST_KEYS = 1 << 16
 """The most keys whose replicas are remembered; the least recently used are forgotten first."""

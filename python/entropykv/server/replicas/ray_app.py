@@ -85,7 +85,7 @@ _ENDING_SECONDS = 20
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Hold the number of replicas, and what they share; raises SettingsError."""
+    """Hold the number of replicas, and what they share."""
 
     replicas: int = 2
     """How many replicas are started, and kept at least."""
