@@ -130,14 +130,15 @@ void AttentionProbe::probe_attention(const ggml_tensor* node) {
     masks_.push_back(node->src[3]);
 }
 
-// Refuses what the device store cannot serve yet.
+// Refuses caches that the device store cannot serve.
 void AttentionProbe::probe_device(const ggml_tensor* node) {
     const ggml_tensor* k = node->src[1];
     if (k->type != GGML_TYPE_F16 || node->src[2]->type != GGML_TYPE_F16)
         return refuse("its cache is not f16");
 }
 
-// Records another layer that attends to the K and V of `first`.
+// Records another layer that attends to the K and V of `first`; refuses it if it attends in another
+// way.
 void AttentionProbe::probe_reader(AttentionNode& first, const ggml_tensor* node,
                                   const AttentionNode& seen) {
     const auto number = static_cast<std::size_t>(&first - nodes_.data());

@@ -29,8 +29,8 @@ struct AttentionNode {
     ggml_backend_buffer_type_t memory;
     bool is_apart;  // whether the node is computed on another device than that of the cache
     std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)> op_params;
-    // How many views before the node, at least, are read by it alone. They compute nothing, and
-    // come after the writes of K and V and after the queries.
+    // How many views before a node of the layer are read by that node alone, at least. They compute
+    // nothing, and come after the writes of K and V and after the queries.
     int slots;
     // True if the queries of one token lie behind those of the token before.
     bool dense_queries;

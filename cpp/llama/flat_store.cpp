@@ -70,7 +70,7 @@ FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score,
       score_(score),
       protection_(protection),
       rope_sinks_(rope_sinks) {
-    score_by_position(score);  // throws for an unknown measure
+    score_by_position(score);  // throws for measures that need more than positions
 }
 
 // Removes positions [first, last) of the text from llama.cpp's cache.

@@ -15,18 +15,21 @@ struct llama_context;
 
 namespace entropykv {
 
-// Lists the ranges [first, last) of positions to remove, ascending.
+// Lists the positions that stay, and the ranges [first, last) of positions to remove; both ascend.
 struct FlatEviction {
     std::vector<std::int32_t> kept;
     std::vector<std::pair<std::int32_t, std::int32_t>> removed;
 };
 
+// Throws std::invalid_argument for a measure that does not rank by position alone, as FlatStore()
+// does.
 FlatEviction plan_flat_eviction(const std::vector<std::int32_t>& positions, int keep,
                                 ScoreKind score, const Protection& protection);
 
 class FlatStore {
 public:
-    // rope_sinks: how many first positions keep their rope position, whatever the shift (rope.hpp).
+    // rope_sinks: how many first positions keep their RoPE position, whatever the shift: see
+    // rope_position().
     FlatStore(llama_context* context, int budget, ScoreKind score, const Protection& protection,
               int rope_sinks);
 
@@ -47,8 +50,9 @@ public:
     // accept the state, throws std::runtime_error, and the store stays in its old context.
     void move_to(llama_context* context);
 
-    // Returns the bytes that llama.cpp writes. The cells are compacted first, as they will be after
-    // loading, because sums over cells in another order would give other numbers.
+    // Returns llama.cpp's state of the sequence; empty without entries. The cells are compacted
+    // first, as they will be after loading, because sums over cells in another order would give
+    // other numbers.
     std::vector<std::uint8_t> save_state();
     // Replaces the whole contents, then evicts down to the budget. If llama.cpp does not accept the
     // state, throws std::runtime_error and restores the old contents.

@@ -33,8 +33,8 @@ public:
     // Sees every node before it is computed, and may change it. Returns whether llama.cpp shall
     // compute the graph up to this node before it goes on. Throws std::bad_alloc.
     virtual bool change(ggml_tensor* node) = 0;
-    // Called after the graph was computed up to a node. Returns whether the node's attention was
-    // computed instead of it.
+    // Called after the graph was computed up to a node. Returns whether devices have computed the
+    // attention of the node instead of llama.cpp.
     virtual bool attend_instead(ggml_tensor*) { return false; }
     // Must be called while the graph of the step exists.
     virtual void end_step() {}

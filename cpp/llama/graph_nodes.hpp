@@ -30,8 +30,8 @@ inline const ggml_tensor* root_of(const ggml_tensor* tensor) {
     return tensor;
 }
 
-// Returns N if the tensor is a view of cache_<which>_l<N>, or the copy of one on another device,
-// whose name is "<device>#<name>#<number>"; otherwise -1.
+// Returns N if the tensor is a view of the one that is named <prefix>N, or of its copy on another
+// device, which is named "<device>#<name>#<number>"; otherwise -1.
 inline int cache_layer_of(const ggml_tensor* tensor, const char* prefix) {
     if (tensor == nullptr) return -1;
     const char* name = root_of(tensor)->name;

@@ -67,7 +67,7 @@ const ProductTable* products_by(const std::string& name) {
     throw std::invalid_argument("kernels that this machine does not have");
 }
 
-// Tells whether a tensor has contiguous f32 values.
+// Tells whether a tensor has contiguous f32 values in memory of the host.
 bool is_plain_f32(const ggml_tensor* tensor) {
     return tensor->type == GGML_TYPE_F32 && ggml_is_contiguous(tensor) &&
            tensor->buffer != nullptr && ggml_backend_buffer_is_host(tensor->buffer);

@@ -30,8 +30,8 @@ public:
     TokenProducts(const TokenProducts&) = delete;
     TokenProducts& operator=(const TokenProducts&) = delete;
 
-    // Makes a node that multiplies a matrix with tokens compute it here. This object must live as
-    // long as the context. Throws std::bad_alloc.
+    // Lets this object, which must live as long as the context, compute a node that multiplies a
+    // matrix with tokens. Throws std::bad_alloc.
     void take(ggml_tensor* node);
     std::size_t scratch_bytes() const;
 
@@ -39,7 +39,7 @@ public:
     static void multiply_op(ggml_tensor* node, int thread, int n_threads, void* user_data);
 
 private:
-    std::vector<AlignedBytes> rounded_;  // the tokens, for each thread
+    std::vector<AlignedBytes> rounded_;  // for each thread, the rounded tokens
 };
 
 class ProductHook {

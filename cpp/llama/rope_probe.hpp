@@ -12,7 +12,7 @@ namespace entropykv {
 
 struct RopeSeen {
     RopeParams params;
-    int head_dim = 0;            // rotated keys have it; 0: keys are not rotated
+    int head_dim = 0;            // values of a rotated key; 0: keys are not rotated
     float magnitude = 1.0f;      // factor by which the rotation multiplies keys
     bool factors_known = true;   // params.freq_factors could be read
     bool short_factors = false;  // factors hold for n_ctx_orig positions only
@@ -46,7 +46,7 @@ public:
 private:
     void probe(const ggml_tensor* node);
 
-    int rotated_ = 0;  // number of layers
+    int rotated_ = 0;  // layers whose keys are rotated
     int unrotated_ = 0;
     std::string obstacle_;
     DeviceCopies copies_;

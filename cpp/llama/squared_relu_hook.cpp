@@ -68,7 +68,7 @@ void relu2_op(ggml_tensor* node, int thread, int n_threads, void*) {
     }
 }
 
-// Returns why the op cannot compute this gate, or null.
+// Returns why relu2_op() cannot compute this gate, or null.
 const char* obstacle(const ggml_tensor* node) {
     if (node->op_params[1] != 0) return "its gate and up projections are swapped";
     for (const ggml_tensor* tensor :

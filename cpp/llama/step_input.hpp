@@ -18,7 +18,7 @@ public:
         bytes_.clear();
     }
 
-    // Returns the offset of the values.
+    // Appends values, and returns their offset in bytes.
     template <typename T>
     std::size_t add(const std::vector<T>& values) {
         const std::size_t offset = device_.aligned(bytes_.size());

@@ -27,8 +27,8 @@ struct Machine {
 
     int below(int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); }
 
-    // Sets another budget of the pool, and equal shares of it; sequences whose shares shrink come
-    // first.
+    // Sets another budget of the pool, and equal shares of it. The pool grows before the shares,
+    // and shrinks after them.
     void resize(int pages) {
         const std::size_t before = pool->pages().budget_bytes() / pool->pages().page_bytes();
         if (index(pages) > before) pool->set_pages(index(pages));

@@ -68,8 +68,8 @@ void check_close(const std::vector<float>& a, const std::vector<float>& b, float
     }
 }
 
-// Checks values that were rounded to 4 bits twice, once of them rotated: each time they are off by
-// some 8 % of their root mean square.
+// Checks values that were rounded to 4 bits twice, one time after a rotation: each time they are
+// off by some 8 % of their root mean square.
 void check_alike(const std::vector<float>& a, const std::vector<float>& b) {
     double error = 0.0, size = 0.0;
     for (std::size_t d = 0; d < a.size(); ++d) {
@@ -173,7 +173,7 @@ void test_pages_come_back(ColdStorage& storage) {
     CHECK(storage.failed() == nullptr);
 }
 
-// Checks that reading a page returns null and reports why, and that other pages are unchanged.
+// Checks that reading a page returns null and reports why.
 void check_lost(int number, std::uint32_t page, std::array<std::uint64_t, 2> nonce,
                 const char* why) {
     FileStorage storage(kBytes, number, nonce);
@@ -254,7 +254,7 @@ void test_storage() {
 
 constexpr int kPerPage = 16;
 
-// With these settings, nothing decays while it is frozen.
+// Returns settings by which nothing decays while it is frozen.
 ImportanceSettings settings_of(float expected_lookups) {
     ImportanceSettings settings;
     settings.decay = 1.0f;
@@ -337,7 +337,8 @@ void test_going_back() {
     CHECK(frozen.head.n_frozen() == 0 && frozen.head.stored_pages() == 0);
 }
 
-// Pages that hold nothing to change are not read, so that it is not noticed that one is damaged.
+// Pages that hold nothing to change are not read, so that nobody notices that such a page is
+// damaged.
 void test_rewriting_reads_what_changes() {
     const TemporaryFile file;
     const ColdLayout layout(ColdType::as_stored, make_page_layout(KvType::f16, 24, 40, kPerPage));
@@ -395,7 +396,7 @@ void test_a_limit_drops_the_least_worthy_page() {
     frozen.head.restore(records[17]);  // an entry that is not frozen is not lost
     const int added = frozen.add(64, 9.0f);
     CHECK(frozen.head.dropped_page() == 1 && frozen.head.n_dropped() == 15);
-    CHECK(added / kPerPage == 1);  // Its number is used again.
+    CHECK(added / kPerPage == 1);  // the number of the dropped page is used again
     CHECK(frozen.head.n_frozen() == 64 - 16 + 1 && frozen.head.stored_pages() == 3);
     std::set<std::int32_t> positions;
     for (int i = 0; i < frozen.head.n_records(); ++i)
@@ -429,7 +430,7 @@ void test_the_document_s_numbers() {
     CHECK(freeze_steps(35, 2.0f) == 2 && freeze_steps(36, 2.0f) == 3);
     CHECK(freeze_steps(1, 1.0f) == 1 && freeze_steps(4, 1.0f) == 2);
     CHECK(freeze_steps(1, 0.5f) == 2 && freeze_steps(65535, 2.0f) == 127);
-    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // It is frozen practically for ever.
+    CHECK(freeze_steps(1, 1e-30f) > 1000000);  // practically for ever
     CHECK(1000000 + freeze_steps(65535, 1e-30f) > 1000000);
 }
 

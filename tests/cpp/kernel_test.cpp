@@ -279,7 +279,8 @@ void test_centre(const KernelTable& kernels, KvType type, int dim, std::mt19937&
         load_k(layout, page.data(), slot, key.data());
         double product = 0.0;
         for (int d = 0; d < dim; ++d) {
-            // A row without its centre has values of a few units of one half.
+            // Without its centre, a row has values of fewer than 12 units, which q8_0 rounds to 127
+            // steps.
             const float most = large.unit[index(d)] * 12.0f / 127.0f;
             close = close && std::abs(key[index(d)] - row[index(d)]) < most;
             product += double{key[index(d)] - large.centre[index(d)]} * query[index(d)];
@@ -299,7 +300,7 @@ void test_moves(const KernelTable& kernels, Entries& entries) {
     std::copy_n(entries.page(1), layout.bytes, target.data());
     std::vector<float> row(index(layout.k_dim));
     kernels.move_keys(layout, entries.page(0), 1, target.data(), 0, moves);
-    for (int i = 0; i < moves.n; ++i)  // The scales of a type with blocks are moved elsewhere.
+    for (int i = 0; i < moves.n; ++i)  // move_keys() moves no scales
         copy_value(layout, entries.page(0), kGroupEntries + moves.from[i], target.data(),
                    moves.to[i]);
     bool moved = true;

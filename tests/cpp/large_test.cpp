@@ -205,8 +205,8 @@ void test_scratch_follows_budgets() {
     }
 }
 
-// What is observed of a prompt is kept per band of rows, so 64 query heads per KV head do not need
-// 512 times as much as there are entries. Each of the two threads also keeps weights of 64 rows.
+// What is observed of a prompt is kept per band of rows, so that 128 query heads per KV head need
+// fewer than 100 floats for every entry. Each of the two threads also keeps weights of 64 rows.
 void test_scratch_of_wide_groups() {
     constexpr int kEntries = 3000;
     StoreSettings settings = plain_settings(kEntries);
@@ -225,7 +225,7 @@ void test_scratch_of_wide_groups() {
     CHECK(model.attention.scratch_bytes() < (100 + 2 * 80) * kEntries * sizeof(float));
 }
 
-// Uses several threads, and layers with different groups.
+// Layers with different groups give the same numbers with any number of threads.
 void test_groups_side_by_side() {
     // With 128 query heads per KV head, a single token has two tiles. What waits to be committed of
     // one layer must not lie where the next layer observes.
@@ -266,7 +266,8 @@ struct Far {
     float softcap = 0.0f;
 };
 
-// Reads the same text from position `begin` on; returns outputs and what is kept, relative to it.
+// Reads the same text from position `begin` on; returns outputs and what is kept, relative to
+// `begin`.
 std::vector<double> read_from(std::int32_t begin, const Far& test) {
     StoreSettings settings = plain_settings(kMostPositions);
     settings.importance.kind = test.score;

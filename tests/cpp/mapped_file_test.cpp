@@ -1,5 +1,5 @@
 // Tests files that are mapped into memory: what the memory holds, that the file never changes, and
-// that a file which others change or replace ends nothing. Where the system's files are read
+// that a process goes on if others change or replace the file. Where the system's files are read
 // instead, map() returns null every time and leaves the file as it is.
 #include "platform/mapped_file.hpp"
 

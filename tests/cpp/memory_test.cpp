@@ -404,7 +404,7 @@ void test_a_pool_that_grows_in_small_steps() {
 
 // The following test counts the heap of cold storage.
 
-// Compares what is allocated and mapped with the reported figures.
+// Holds what is allocated and mapped, beside the reported figures.
 struct Memory {
     explicit Memory(const Sequence& sequence) {
         const StoreComponents& components = sequence.store.components();

@@ -78,7 +78,8 @@ void test_accuracy(const Problem& problem, const std::vector<float>& out) {
                     weights += std::abs(weight);
                     exact += weight * problem.token(t, i);
                 }
-                magnitude += 16 * weights * largest;  // The zero is subtracted from codes later.
+                magnitude +=
+                    16 * weights * largest;  // Kernels subtract the zero later, from larger sums.
                 if (problem.format.rounds()) bound += weights * largest / 127 / 2;
             }
             const double error = std::abs(out[index(t * problem.shape.rows + row)] - exact);
@@ -123,8 +124,8 @@ void test_all() {
         }
 }
 
-// Helpers have the bits of the op's threads, whatever they finish, and also after an op was larger
-// than all before.
+// Products have the same bits with helpers, whatever these finish, also after an op was larger than
+// all before.
 void test_helpers_have_the_same_bits() {
     std::mt19937 random(9);
     const BlockFormat& format = block_formats().front();

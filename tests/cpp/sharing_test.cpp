@@ -123,7 +123,7 @@ struct Machine {
         return (bytes + page - 1) / page * page;
     }
 
-    // Loads states, whose copies are changed; returns whether they stay in the file.
+    // Loads copies of states, which this changes; returns whether the entries stay in the file.
     static bool load(HeadStore& store, const std::vector<int>& counts,
                      std::vector<std::vector<std::byte>> states, std::size_t evicted,
                      const std::shared_ptr<MappedFile>& file) {
@@ -197,7 +197,8 @@ struct Machine {
         }
     }
 
-    // Checks that every page is counted once, and has as many owners as there are references to it.
+    // Checks that every page is counted once, and has several owners if there are several
+    // references to it.
     void count_pages() {
         std::map<const std::byte*, int> owners;
         std::size_t own = 0;

@@ -76,7 +76,7 @@ void check_same(const Sequence& a, const Sequence& b) {
     CHECK(b.store.share().used_bytes() <= b.store.share().budget_bytes());
 }
 
-// Reads the same micro-batches in both.
+// Checks that both hold the same, also after they have read the same micro-batches.
 void check_same_future(Sequence& a, Sequence& b, unsigned seed) {
     check_same(a, b);
     for (const int n : {1, 1, 70, 1, 5, 1, 200, 1}) {
