@@ -95,7 +95,8 @@ public:
                     std::size_t bytes);
     // Waits for everything that was begun.
     void wait();
-    // Returns memory for saving rows, which is reused.
+    // Returns memory of the host to which rows are copied when they are saved; it is kept for the
+    // next time.
     HostMemory& saved_rows() { return *saved_rows_; }
     // Returns the bytes of working memory, on the device and on the host.
     std::size_t scratch_bytes() const;
@@ -150,7 +151,7 @@ public:
     void tell(const std::vector<std::uint8_t>& bytes);
     // Begins to copy a range to the same place of the host's memory: see Device::begin_read().
     void begin_read(HostMemory& to, std::size_t offset, std::size_t bytes);
-    // Counts its bytes, and those of the host that tell() compares.
+    // Counts the bytes of this memory, and of the host's copy that tell() compares.
     std::size_t bytes() const {
         return ggml_backend_buffer_get_size(buffer_.get()) + told_.capacity();
     }
@@ -163,9 +164,11 @@ private:
     std::vector<std::uint8_t> told_;
 };
 
-// Returns the bytes of this memory, and of the bytes on the host that tell() compares.
+// Holds the devices that the stores of one llama_context share, and the threads on which the host
+// decides.
 class Devices {
 public:
+    // n_threads: how many threads of the CPU decide, and compute layers whose device cannot.
     // n_places: how many sequences there may be at most.
     Devices(int n_threads, int n_places)
         : n_threads_(n_threads), n_places_(n_places), workers_(n_threads) {}

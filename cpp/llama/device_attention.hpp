@@ -44,7 +44,7 @@ struct DeviceStep {
     // True if all KV heads of a layer hide the same rows from a token, and so do all layers with
     // equally many rows. It is not needed for a single token in llama.cpp's own graph.
     bool alike = false;
-    int n_together = 1;  // how many single tokens, each of another sequence, that graph reads
+    int n_together = 1;  // how many single tokens, of as many sequences, are read together
 
     bool is_single_in_graph() const { return in_graph && n_tokens == 1; }
     // Returns the last token of the step that a token attends to.
@@ -59,8 +59,8 @@ constexpr int kMostUnknown = kMostDecodeRoom;
 // which the host knows nothing yet.
 struct UnknownTokens {
     int n = 0;
-    int n_staged = 0;                // how many of them, the last ones, are no entries yet; the
-                                     // rows of the others are those that heads call unknown
+    int n_staged = 0;  // how many of them, the last ones, are no entries yet; DeviceHead::unknown
+                       // has the rows of the others
     std::int32_t rope_position = 0;  // where RoPE saw the first one
 };
 
@@ -116,8 +116,8 @@ public:
     void allocate(int max_tokens, bool in_graph, bool several, bool alike, SingleSteps& singles);
     // Tells whether nodes of llama.cpp's graph can compute a layer for a single token.
     bool can_be_in_graph(int layer) const;
-    // Returns in how many nodes, at most, they can attend for single tokens of several sequences;
-    // 0: in none.
+    // Returns in how many nodes of llama.cpp's graph, at most, single tokens of several sequences
+    // can attend to a layer; 0: in none.
     int most_runs(int layer) const;
     // Tells whether nodes of llama.cpp's graph can compute all layers for up to max_tokens tokens,
     // if heads are alike.
@@ -151,13 +151,13 @@ public:
     // Changes a node of llama.cpp's graph that writes K or V of a layer, for all sequences of the
     // step. Only for steps whose attention that graph computes.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
-    // Returns the operations that replace the attention node of one of a layer's readers, and nodes
-    // that compute nothing: the attention of this sequence and of those in the next places,
-    // n_sequences in all.
+    // Returns the operations that attend for one of a layer's readers, with the tokens of this
+    // sequence and of those in the next places, n_sequences in all. They replace the attention node
+    // of the reader and nodes that compute nothing.
     std::vector<ggml_tensor*> attention_of(int layer, int reader, const DeviceNode& node,
                                            int n_sequences);
-    // Returns further operations that replace these nodes, for all sequences of the step. Sets
-    // writes_masks if the first one must be computed before anything attends.
+    // Returns further operations that replace nodes that compute nothing, for all sequences of the
+    // step. Sets writes_masks if the first one must be computed before anything attends.
     std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
                                         bool& writes_masks);
     // Prepares look_up() while the device computes the step: findings about its queries and about
@@ -179,9 +179,8 @@ public:
     };
     // Begins all parts of several sequences at once; the results are complete after Device::wait().
     static void look_up_all(const std::vector<LookUp>& all);
-    // Adds to a graph the attention of one of the layers that read its K and V; the first one
-    // writes them. Throws std::runtime_error if the device fails, std::bad_alloc if it has no
-    // memory.
+    // Adds to a graph the attention of one reader of a layer; the first reader also writes K and V.
+    // Throws std::runtime_error if the device fails, std::bad_alloc if it has no memory.
     void add_attention(int layer, int reader, const DeviceNode& node, ggml_context* context,
                        ggml_cgraph* graph);
     // Reads from the device what its layers have found out in a step.

@@ -58,7 +58,7 @@ public:
     // operation: this one and those in the next places.
     std::vector<ggml_tensor*> attention_of(int n_sequences);
 
-    // Returns an operation that keeps the queries that are observed for add_observation().
+    // Returns an operation that keeps the observed queries for add_observation().
     ggml_tensor* copy_of_queries();
 
     // Adds operations that add up what the kept queries gave to every row: those of several tokens,

@@ -19,7 +19,8 @@ namespace {
 constexpr std::size_t kTensorsOfWrites = 12;
 constexpr std::size_t kTensorsOfReader = 10;
 constexpr std::size_t kTensorsOfGroup = 12;
-// The most tensors that compute what such a step has found out about the tokens of a layer.
+// The most tensors that compute what a step in llama.cpp's own graph has found out about the tokens
+// of a layer.
 constexpr int kTensorsOfFindings = 64;
 // The most tensors that sum up what queries gave to a group of heads.
 constexpr int kTensorsOfObservation = 80;
@@ -246,7 +247,7 @@ bool DeviceAttention::can_read_several_in_graph(int max_tokens) const {
     return can;
 }
 
-// Calls visit(layer) for one of all layers with equally many rows.
+// Calls visit(layer) for one layer of each kind: layers of a kind have equally many rows.
 template <typename Visit>
 void DeviceAttention::for_each_alike(Visit visit) const {
     for (auto served = layers_.begin(); served != layers_.end(); ++served)
@@ -301,9 +302,9 @@ bool DeviceAttention::results_fit_nodes(const Served& served, int n_tokens) cons
 }
 
 // Tells whether the device can compute attention of n_tokens tokens to a layer's rows, and writes
-// nothing behind the results. It takes the place of nodes of llama.cpp that have no room there;
-// some devices need room for copies of rows in another type. third, fourth: the sizes of these two
-// dimensions of K and V.
+// nothing behind the results. The operation takes the place of nodes of llama.cpp that have no room
+// there; some devices need room for copies of rows in another type. third, fourth: the sizes of
+// these two dimensions of K and V.
 bool DeviceAttention::computes_in_node(const Served& served, int n_tokens, int third,
                                        int fourth) const {
     const DeviceLayer& layer = *served.layer;

@@ -13,7 +13,8 @@ namespace entropykv {
 
 namespace {
 
-// All heads get as many rows as the largest one if that adds at most this many thousandths.
+// KV heads are put into the fewest groups with equally many rows that add at most this many
+// thousandths.
 constexpr int kPaddingPerMille = 50;
 // Several sequences share an attention node if equal rows for all heads add at most this many
 // thousandths.

@@ -77,7 +77,7 @@ struct DeviceHead {
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
     int first_sum = 0;         // where the layer's sums of what single tokens gave have its rows
     std::vector<int> near;     // the result of rows_near(), which its next call updates
-    int n_searched = 0;        // how many rows of entries it has searched since they were moved
+    int n_searched = 0;  // how many rows of entries rows_near() has searched since they were moved
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read.
@@ -94,22 +94,22 @@ struct DeviceHead {
     void hold_first(int n);
     // Records that the entry of row `from` must be moved to row `to`.
     void move(int from, int to);
-    // Returns the rows whose positions are in the neighbourhood of `position`, itself and those
-    // before it; it must be greater from call to call. Only rows of entries that are new are
-    // searched, unless hold() or hold_first() was called.
+    // Returns the rows whose positions are in the neighbourhood of `position`: this one and those
+    // before it. `position` must be greater from call to call. Only rows of entries that are new
+    // are searched, unless hold() or hold_first() was called.
     const std::vector<int>& rows_near(std::int32_t position);
     void set_position(int row, float position);
 };
 
-// Neighbouring KV heads with equally many rows, which one attention node serves: each of them is
-// one index of the fourth dimension.
+// Refers to neighbouring KV heads with equally many rows, which one attention node serves: each of
+// them is one index of the fourth dimension.
 struct DeviceGroup {
     int first_head;
     int n_heads;
 };
 
-// K and V of layers with one shape, whose rows lie one after another in one tensor each: so one
-// operation can move or look up rows of several layers.
+// Holds K and V of layers with one shape, whose rows lie one after another in one tensor each: so
+// one operation can move or look up rows of several layers.
 class RowMemory {
 public:
     // n_rows: of all layers, with those that attention may read behind the last ones. Throws
@@ -129,8 +129,9 @@ private:
     ggml_tensor* v_ = nullptr;
 };
 
-// K and V of a layer for several sequences. Each has a place, and the rows of one place lie behind
-// those of the place before, so that one attention node can read the rows of several places.
+// Holds K and V of a layer for several sequences. Each sequence has a place, and the rows of one
+// place lie behind those of the place before, so that one attention node can read the rows of
+// several places.
 class LayerRows {
 public:
     // Says what rows a layer needs.
@@ -143,7 +144,8 @@ public:
     static std::vector<std::unique_ptr<LayerRows>> of(const std::vector<Wanted>& layers,
                                                       ggml_type type, int n_places);
 
-    // first: the number of its first row in `memory`; bytes: how many it takes there.
+    // first: the number of the layer's first row in `memory`; bytes: how many bytes the layer takes
+    // there.
     LayerRows(std::shared_ptr<const RowMemory> memory, std::int64_t first, std::size_t bytes,
               const std::vector<int>& head_rows, int n_places);
 
@@ -272,7 +274,7 @@ struct SingleSteps {
 // sequence has a place, and what steps of single tokens in llama.cpp's own graph need.
 class DevicePlaces {
 public:
-    // layers: rows for such budgets, by KV head of all layers.
+    // layers: the rows of all layers, which are enough for `budgets`, by KV head of all layers.
     DevicePlaces(std::vector<std::unique_ptr<LayerRows>> layers, const std::vector<int>& budgets)
         : layers_(std::move(layers)), budgets_(budgets) {}
 

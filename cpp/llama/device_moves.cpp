@@ -12,7 +12,7 @@ namespace {
 // copies them in f32.
 constexpr std::size_t kMovedAtOnce = 1 << 14;
 
-// Rows of a RowMemory that are moved, and where to.
+// Lists rows of a RowMemory that are moved, and where they go.
 struct Moves {
     std::vector<std::int32_t> from;
     std::vector<std::int64_t> to;

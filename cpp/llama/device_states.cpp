@@ -115,8 +115,8 @@ void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::by
     peak_ = std::max(peak_, used_bytes());
 }
 
-// Returns a state of the ledger's with the entries of a saved one, whose rows have the numbers that
-// they have there.
+// Returns a state of the ledger with the entries of a saved state. In the place of row numbers, it
+// has the numbers of the entries in the saved state.
 std::vector<std::byte> DeviceStore::state_of_ledger(int layer, int count,
                                                     const std::byte* state) const {
     const PageLayout& saved = layers_[index(layer)].layout;
@@ -135,8 +135,8 @@ std::vector<std::byte> DeviceStore::state_of_ledger(int layer, int count,
     return of_ledger;
 }
 
-// Writes the entries of a layer's heads to their first rows, in the order of the ledger, which has
-// their numbers in the states.
+// Writes the entries of a layer's heads to their first rows, in the order of the ledger. Then the
+// ledger has the numbers of these rows, in the place of those in the states.
 void DeviceStore::load_rows(int layer, const std::vector<std::byte*>& states) {
     const PageLayout& saved = layers_[index(layer)].layout;
     const DeviceLayer& of = rows(layer);

@@ -728,7 +728,8 @@ void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection&
     move_rows();
 }
 
-// Sets budgets with other rows.
+// Sets budgets for which the rows of all places are allocated anew. The entries are kept on the
+// host meanwhile.
 void DeviceStore::grow(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
                        const Protection& protection) {
     // Says what a store holds and may hold.

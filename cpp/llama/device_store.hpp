@@ -38,8 +38,8 @@ struct DeviceLayerSource {
     bool is_apart;        // whether llama.cpp computes its attention on another device than that
     DeviceParams params;  // parameters of its attention node
     bool has_sinks;
-    int slots;  // of the nodes that can become others before an attention node: see NodeOrder
-    bool dense_queries;  // whether those of one token lie behind those of the token before
+    int slots;           // how many nodes can become others before an attention node: see NodeOrder
+    bool dense_queries;  // whether the queries of one token lie behind those of the token before
     RopeParams rope;     // rotates its keys
     std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };
@@ -102,8 +102,8 @@ public:
     // Must be called for every attention node that was changed. Returns whether it was the last
     // one: the graph needs nothing more of the heads then, and decide_meanwhile() can be called.
     bool note_changed(int layer);
-    // Begins to commit steps that the devices compute, or to prepare what several tokens need
-    // first.
+    // Begins, in a background thread, to commit steps that the devices compute, or to prepare what
+    // must be looked up for several tokens first.
     static void decide_meanwhile(const std::vector<DeviceStore*>& stores);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
     // which evicts what budgets cannot hold. Steps that were committed stay as they are.
@@ -133,12 +133,13 @@ public:
     // Moves keys to other positions: see rope.hpp.
     void rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift, int new_shift);
 
-    // Frees all memory of the devices; nothing may be read or saved until acquire(). A device may
-    // be gone when the garbage collector ends the store, so closing a session must not wait for
-    // that.
+    // Leaves the place; the rows of all places are freed when the last store leaves. Nothing may
+    // be read or saved until acquire(). A device may be gone when the garbage collector ends the
+    // store, so closing a session must not wait for that.
     void release() noexcept;
-    // Takes a place, with rows for the budgets that are set; the store is empty then. The first one
-    // of a context allocates all places. Throws std::bad_alloc.
+    // Takes a place, with rows for the budgets that are set; the store is empty then. The rows of
+    // all places are allocated together, anew if the place is in use or its rows are too few.
+    // Throws std::bad_alloc.
     void acquire(int place);
 
     // Returns how many layers there are; 0 after release().
@@ -275,7 +276,7 @@ private:
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
         UnknownTokens unknown;   // unknown tokens, with those of the step
-        bool due = false;        // whether they must be looked up before
+        bool due = false;        // whether they must be looked up before the step is committed
         bool evicting = false;   // whether the budgets hold less, so that entries are evicted
         bool meanwhile = false;  // whether nothing that the device finds out is needed
     };
