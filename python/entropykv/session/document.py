@@ -237,7 +237,9 @@ class _Steps:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a document that is being read; raises SessionFileError."""
+    """Hold the lock of a document that is being read; raises SessionFileError if another process
+    has it, or if its file cannot be made.
+    """
     name = _lock_of(path)
     descriptor = -1
     try:

@@ -63,7 +63,7 @@ class DocumentFolder:
 
         `limit_bytes`: the most bytes of all complete documents in the directory, and of the texts
         that wait to be read; None: no limit. `storage`: the object storage that has the documents;
-        None: they are only in the directory. Raises OSError.
+        None: they are only in the directory. Raises OSError if the directory cannot be made.
         """
         self.directory = directory
         self._limit_bytes = limit_bytes
@@ -93,7 +93,7 @@ class DocumentFolder:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[SessionReader]:
-        """Open a document or a partial file whose header is wanted: see open_session()."""
+        """Yield a reader of the header of a document or partial file: see open_session()."""
         storage = self._storage if path.name.endswith(SUFFIX) else None
         with open_session(path) if storage is None else storage.opened(self._key(path)) as reader:
             yield reader
@@ -124,8 +124,8 @@ class DocumentFolder:
             raise
 
     def fetch(self, path: Path) -> bool:
-        """Make sure that the directory has the current version of a document; returns False if
-        there is no such document.
+        """Make sure that the directory has the current version of a document; returns False, and
+        removes a former copy, if there is no such document.
         """
         if self._storage is None:
             return path.exists()
@@ -196,14 +196,14 @@ class DocumentFolder:
                 try:
                     descriptor = os.open(path, os.O_RDONLY | system.file_flags("O_CLOEXEC"))
                 except OSError:
-                    is_fetched = False  # Another process has just removed it.
+                    is_fetched = False  # Another process has just removed the file.
                     continue
                 if lock_if_possible(descriptor, shared=True) and is_at(path, descriptor):
                     _close(use.descriptor)
                     use.descriptor = descriptor
                     return True
                 os.close(descriptor)
-            time.sleep(_LOCK_INTERVAL)  # Another process is removing or replacing it.
+            time.sleep(_LOCK_INTERVAL)  # Another process is removing or replacing the file.
         raise DocumentBusyError(
             f"{path}: another process is removing or replacing this document; try again later"
         )
@@ -274,7 +274,7 @@ class DocumentFolder:
         """
         files = []
         for path in self.directory.rglob(f"*{SUFFIX}"):
-            with suppress(OSError):  # Another process may remove it meanwhile.
+            with suppress(OSError):  # Another process may remove the file meanwhile.
                 files.append((last_use(path) or 0.0, path.stat().st_size, path))
 
         def remove(path: Path) -> bool:
@@ -287,8 +287,8 @@ class DocumentFolder:
 def folder_of(place: str | os.PathLike[str], limit_bytes: int | None) -> DocumentFolder:
     """Return the folder for a directory, or for an address in object storage.
 
-    The copies of what is stored at an address are in the user's cache directory. Raises OSError,
-    SettingsError for an impossible address, and MissingExtraError.
+    The copies of what is stored at an address are in the user's cache directory. Raises OSError if
+    the directory cannot be made, and the errors of ObjectStorage().
     """
     if not is_address(place):
         return DocumentFolder(Path(place), limit_bytes)
@@ -316,10 +316,11 @@ def local_document(place: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def written_document(place: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the file to write a document into; at the end, it is stored if `place` is an address.
+    """Yield the file to write a document into; at the end, the document is stored if `place` is an
+    address.
 
-    An interrupted reading leaves its partial file on the disk. Raises the errors of folder_of(),
-    StorageError, and OSError.
+    An interrupted reading leaves its partial file on the disk. Raises the errors of folder_of() and
+    DocumentFolder.keep().
     """
     if not is_address(place):
         yield Path(place)
@@ -338,12 +339,12 @@ def _copy_of(address: str | os.PathLike[str]) -> tuple[DocumentFolder, Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """Return the file that a document is read into."""
+    """Return the path of the partial file of a document, from which its reading can go on."""
     return path.with_name(path.name + PARTIAL)
 
 
 def text_file_of(path: Path) -> Path:
-    """Return the file of the text that will be read into a document."""
+    """Return the path of the file of the text that will be read into a document."""
     return path.with_name(path.name + TEXT)
 
 
@@ -384,7 +385,7 @@ def note_use(path: Path) -> None:
 
 def _removed(path: Path) -> bool:
     """Remove the file of a document, and the small file that says of what it is a copy. Returns
-    False if a process has locked the document. Raises OSError.
+    False if a process has locked the document. Raises OSError if a file cannot be removed.
     """
     while True:
         try:
@@ -394,7 +395,7 @@ def _removed(path: Path) -> bool:
         if not lock_if_possible(descriptor):
             os.close(descriptor)
             return False
-        if not is_at(path, descriptor):  # Another process has removed or replaced it.
+        if not is_at(path, descriptor):  # Another process has removed or replaced the file.
             os.close(descriptor)
             continue
         if not system.remove_and_close(path, descriptor):

@@ -22,8 +22,8 @@ _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
 to the next group.
 """
 _RESUMED = (6, 9, 12)
-"""The same limits for drafts that are resumed (see Evidence.is_resumed), which have the last
-groups.
+"""The limits of agreeing tokens for drafts that are resumed (see Evidence.is_resumed), whose groups
+follow those of _MATCHED.
 """
 PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 """For each group, the fraction of right drafts that is assumed before any outcome is known."""
@@ -62,7 +62,7 @@ class Drafter(Protocol):
     """Guess what follows a text."""
 
     def draft(self, tokens: Tokens, most: int) -> tuple[list[int], Evidence]:
-        """Return up to `most` tokens that may follow, and what speaks for them."""
+        """Return up to `most` tokens that may follow `tokens`, and the evidence for them."""
 
     @property
     def n_bytes(self) -> int:
@@ -217,16 +217,14 @@ class NgramDrafter:
         return (best, Evidence(length)) if length >= _NGRAM else (-1, Evidence(0))
 
     def _bucket(self, ngram: list[int]) -> int:
-        """Return the bucket of one n-gram."""
+        """Return the index of an n-gram's hash in `_latest`."""
         value = 0
         for token in ngram:
             value = (value * _FACTOR & _MASK) ^ (token + _OFFSET)
         return (value ^ (value >> _SHIFT)) % len(self._latest)
 
     def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Return the bucket of every n-gram of some tokens, in the order in which the n-grams end:
-        see _bucket().
-        """
+        """Return _bucket() of every n-gram of some tokens, in the order of the n-grams' ends."""
         values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
         for i in range(_NGRAM):
             part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(_OFFSET)

@@ -216,11 +216,11 @@ class _Run(NamedTuple):
 class DraftLengths:
     """Choose how many drafts to read: as many as make the time per token least.
 
-    For each group of evidence, it counts how often the first draft was right, how often the second
-    was where the first was right, and so on. All drafts that were made are compared with the text
-    that was written, not only those that were read; so it finds out if a longer run would have
-    saved time. For drafts that are copied from the text, it also counts how often they were right,
-    by whether the draft at their source was (Outcomes).
+    For each group of evidence, the object counts how often the first draft was right, how often the
+    second was where the first was right, and so on. All drafts that were made are compared with the
+    text that was written, also drafts that were not read, to find out whether a longer run would
+    have saved time. Drafts that are copied from the text are also counted by whether the draft at
+    their source was right (Outcomes).
     """
 
     _PRIOR_WEIGHT = 6.0

@@ -49,7 +49,8 @@ class SamplerChain:
         vocabulary: Any,
         texts: TokenTexts | None = None,
     ) -> None:
-        """Make the samplers; raises SettingsError for a constraint that cannot be used.
+        """Make the samplers; raises SettingsError for a constraint that cannot be used, and for a
+        bias of a token that the model does not have.
 
         `texts` are the texts of tokens, which a constraint needs.
         """
@@ -328,7 +329,8 @@ def generate(
     With recovery, tokens are read before they are yielded. A consumer that stops early must close()
     the generator before using the session: then the session is as if nothing had been read ahead,
     except that it has no logits, and that entries evicted meanwhile do not return. If a decode
-    fails, the tokens before it are still yielded, and then the error is raised.
+    fails, the tokens before it are still yielded, and then the error is raised. Raises
+    ContextError for `max_tokens` 0, and the errors of Chooser() and Session.decode().
     """
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:

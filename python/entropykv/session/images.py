@@ -362,10 +362,11 @@ class Images:
     ) -> ImagePart:
         """Return the rows of an image that are read next, at a position of the text.
 
-        `tokens` begin with its placeholders; `before` are the images that were read before. `most`
-        takes a number of tokens and returns how many of them may be read at once. A micro-batch has
-        room for `n_ubatch` tokens. Raises ImageError as at() does, and ContextError for an image
-        that must be read whole and does not fit into a micro-batch.
+        `tokens` begin with placeholders of the image; `before` are the images that were read
+        before. `most` takes a number of tokens and returns how many of them may be read at once. A
+        micro-batch has room for `n_ubatch` tokens. Raises ImageError as at() does, and ContextError
+        for an image that does not begin in this text, or that must be read whole and does not fit
+        into a micro-batch.
         """
         image, first, n = self.at(tokens)
         if first > 0 and not before.ends_within(position, first):

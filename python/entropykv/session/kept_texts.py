@@ -157,10 +157,10 @@ class KeptText:
     tenant: Hashable = None
     """The tenant, whose sessions may continue from the text if it is a checkpoint."""
     tier: InPool | Outside = field(init=False)
-    """What its store had kept, and where that is now."""
+    """What a store had kept of the text, and where that is now."""
     awaits_prediction: bool = field(default=False, init=False)
-    """True if it was kept before the predictor of the model was known; then the scores of its
-    entries are predicted when it is swapped in.
+    """True if the text was kept before the predictor of the model was known; then the scores of its
+    entries are predicted when the text is swapped in.
     """
 
     @property
@@ -395,8 +395,8 @@ class KeptTexts:
         return False
 
     def leave_pool(self, kept: KeptText) -> Outside:
-        """Move what is kept of a text from the pool to memory or disk, unless it is there already;
-        raises PoolError without room.
+        """Return what is kept of a text, after moving it from the pool to memory or disk if it is
+        in the pool; raises PoolError without room.
         """
         tier = kept.tier
         if isinstance(tier, InPool):

@@ -167,9 +167,8 @@ class CompletionLogprobs:
         return [*(TokenLogprob(each.token, None) for each in shown[:1]), *shown[1:]]
 
     def shown(self, values: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        """Return OpenAI's field `logprobs` for `values`; None if they are empty.
-
-        Their text follows that of earlier calls.
+        """Return OpenAI's field `logprobs` for `values`; None if they are empty. Text offsets
+        continue those of earlier calls.
         """
         if not values:
             return None

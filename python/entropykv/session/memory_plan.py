@@ -161,7 +161,9 @@ def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan
     """Plan a budget as a session would; only the file's header and a profile are read.
 
     If `store` is auto, the plan is for the headwise store; only the model's graph tells whether it
-    can serve the model. Raises ModelFileError, ProfileError, BudgetError, SettingsError.
+    can serve the model. Raises ModelFileError for a file that cannot be read or a model without
+    attention, ProfileError for a profile that cannot be read or is of another model, and the errors
+    of resolve() and plan_headwise().
     """
     geometry = read_geometry(path)
     config = config_for(options, geometry)
@@ -198,7 +200,9 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
 
 
 def memory_warning(config: ResolvedConfig, budget_bytes: int) -> str | None:
-    """Return a sentence about a budget that main memory cannot hold now; None if there is room."""
+    """Return a sentence about a budget that main memory cannot hold now; None if there is room, if
+    the system does not say, and for the device store.
+    """
     free = available_memory()
     if config.store == "device" or free is None or budget_bytes <= free:
         return None

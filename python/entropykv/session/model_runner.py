@@ -46,7 +46,9 @@ _COUNTED = (
     *("eviction_seconds", "rebases", "cold_seconds"),
     *("entries_frozen", "entries_restored", "entries_recalled"),
 )
-"""What stores hold now, and what they have counted since they were made."""
+"""The names of Store.counters() in which _HELD is what a store holds now, and _COUNTED what it has
+counted since it was made.
+"""
 
 
 class ModelRunner:
@@ -150,7 +152,8 @@ class ModelRunner:
         return self.config.untaught
 
     def add_slot(self, weight: float = 1.0) -> SequenceSlot:
-        """Make a store for another sequence; it gets a share of the pool when it reads.
+        """Return a slot with a store for another sequence, which gets a share of the pool when it
+        reads. If there is a single place, a session that was put aside is closed for it.
 
         Raises SettingsError for a weight outside of 0.001 to 1000, PoolError if another sequence
         keeps the only place, BudgetError without memory.
@@ -211,7 +214,7 @@ class ModelRunner:
         that reads the sequence gets an EntropyKVError, at the latest with its next micro-batch.
         """
         if self.scheduler.is_forked:
-            return  # The system frees its memory; all else is the parent's.
+            return  # The system frees the fork's memory; everything else belongs to its parent.
         self.refuse(slot)
         self.remove_slot_later(slot)
         with self.scheduler.between_steps(even_closed=True):
@@ -307,7 +310,8 @@ class ModelRunner:
     @contextlib.contextmanager
     def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
         """Give the `with` block the store of a sequence between two steps, after making the
-        sequence live; raises PoolError if there can be no room.
+        sequence live. Waits until other sequences leave room for it; raises PoolError if there can
+        be none.
         """
         while True:
             with self.exclusively(slot):
@@ -317,7 +321,9 @@ class ModelRunner:
             time.sleep(_CHECK_INTERVAL)
 
     def _admit(self, work: Work) -> bool:
-        """Make a waiting sequence live; returns False if others must be read first."""
+        """Make a waiting sequence live; returns False if others must be read first. An error is
+        kept in the part of the work.
+        """
         slot = cast(SequenceSlot, work.owner)
         try:
             self.check_open(slot)

@@ -32,7 +32,7 @@ from entropykv.session.file import DIGEST_BYTES, SessionReader
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _COPIED = ".copied"
-"""The ending of a file that is being copied from a storage, or to a storage of files."""
+"""The ending of a file that is being copied from a storage, or to a directory (file://)."""
 _HEADER_BLOCK = 1 << 18
 """How many bytes are read at a time from a file of which only the header is wanted."""
 
@@ -52,7 +52,8 @@ class ObjectStorage:
     def __init__(self, address: str) -> None:
         """Use the storage of an address.
 
-        Raises SettingsError for an impossible address, and MissingExtraError.
+        Raises SettingsError for an impossible address, and MissingExtraError without fsspec or its
+        package for this storage.
         """
         self.address = address.rstrip("/")
         try:
@@ -82,7 +83,7 @@ class ObjectStorage:
             return int.from_bytes(digest.digest(), "big"), int(size), 0
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the files in a folder."""
+        """Return the names of the files in a folder; none if there is no such folder."""
         with self._answers(folder):
             try:
                 found = self._files.ls(self._path(folder), detail=True)
@@ -93,7 +94,7 @@ class ObjectStorage:
 
     @contextmanager
     def opened(self, key: str) -> Iterator[SessionReader]:
-        """Open a document whose header is wanted: see open_session()."""
+        """Yield a reader of a document's header: see open_session()."""
         with (
             self._answers(key),
             self._files.open(self._path(key), "rb", block_size=_HEADER_BLOCK) as file,
@@ -164,7 +165,7 @@ def _replaced(path: Path, mode: int) -> Iterator[Path]:
     error.
 
     `mode`: the permissions of the new file, without those that the umask forbids. Files that killed
-    processes have left half-copied are removed first. Raises OSError.
+    processes have left half-copied are removed first. Raises OSError if a file cannot be made.
     """
     remove_unlocked(path.parent, f"{glob.escape(path.name)}.*{_COPIED}")
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{_COPIED}")

@@ -63,9 +63,8 @@ class AttentionSince:
     def __init__(self, session: Session) -> None:
         """Remember the positions and the importance of all entries, until close().
 
-        This takes 8 bytes for each entry, which kv_bytes_scratch counts, and passages() takes
-        8 bytes for each once more while it runs. Raises PoolError if the pool has no room for the
-        session.
+        This takes 8 bytes for each entry, which kv_bytes_scratch counts; passages() takes 8 bytes
+        more for each entry while it runs. Raises PoolError if the pool has no room for the session.
         """
         self._session = session
         self._before = session.cache.importance()
@@ -84,7 +83,7 @@ class AttentionSince:
 
         Entries that lost importance or were evicted count as 0, and so do attention sinks, which
         get attention whatever they say. Returns None if the store or the policy does not measure
-        attention, and after close().
+        attention, and after close(). Raises PoolError if the pool has no room for the session.
         """
         now = self._session.cache.importance()
         if self._before is None or now is None:
@@ -102,7 +101,8 @@ class AttentionSince:
         gained since this object was made.
 
         `text` is the document's text, and the session has begun with its `n_tokens` tokens. Returns
-        None if the attention is not measured, or for more than 262,144 tokens.
+        None if the attention is not measured, or for more than MOST_TOKENS tokens. Raises PoolError
+        if the pool has no room for the session.
         """
         added = self.by_position(n_tokens) if n_tokens <= MOST_TOKENS else None
         if added is None:
@@ -129,7 +129,7 @@ def _places_in(text: str, tokens: Sequence[bytes]) -> tuple[int, list[int]]:
     """
     data, wanted = b"".join(tokens), text.encode("utf-8", "replace")
     offset = data.find(wanted)
-    if offset < 0:  # The vocabulary changes the text, but a line break ends it anyway.
+    if offset < 0:  # The vocabulary has changed the text, which still ends before a line break.
         offset = max(0, len(data) - len(wanted) - 1)
     boundaries = [0, *accumulate(map(len, tokens))]
     # All bytes of a character but its first one are 0b10xxxxxx.

@@ -42,7 +42,7 @@ class SequenceReader:
         self.drafting: Drafting | None = None
         """The object that guesses the next tokens; None: no tokens are guessed."""
         self._own_products: bool | None = None
-        """Whether our kernels compute all products of weights; None: not known yet."""
+        """Whether the extension computes all products of weights; None: not known yet."""
         if drafter is not None:
             self.drafting = Drafting(drafter, runner.step_costs, runner.config.n_drafts)
 
@@ -161,8 +161,8 @@ class SequenceReader:
         returns how many of the drafts are right. It is called within a step, in any thread, and
         must not raise; `verify` is not called if no drafts are read, as where wrong ones could not
         be undone. Afterwards the session is as if the right tokens had been read one by one, bit by
-        bit where our own kernels compute all products of weights. Raises what Session.decode()
-        raises, and EntropyKVError for a number of drafts that `verify` did not get.
+        bit where the extension computes all products of weights. Raises what Session.decode()
+        raises, and EntropyKVError if `verify` returns an impossible number.
         """
         runner, slot, text = self._runner, self._slot, self._slot.text
         runner.check_usable(slot)
@@ -299,7 +299,9 @@ class SequenceReader:
             raise
 
     def _evicts(self, n_tokens: int) -> bool:
-        """Tell whether the budget must evict entries of the text if it grows by n_tokens."""
+        """Tell whether the budget must evict entries of the text if the text grows by n_tokens;
+        before, the pool divides its pages for the expected length.
+        """
         slot = self._slot
         if not slot.live or slot.expected > slot.shared_for:
             with self._runner.live_store(slot):
@@ -353,7 +355,7 @@ class SequenceReader:
         """Return the echo of a chunk that is read now, or was read from position `first` on.
 
         The echo is empty if it would exceed the positions of the model, or if scores can be
-        predicted and the chunk would not improve the predictor.
+        predicted and the chunk would not improve the predictor; then its tokens count as taught.
         """
         text = self._slot.text
         first = text.position if first is None else first

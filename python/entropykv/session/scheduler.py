@@ -82,8 +82,8 @@ class Scheduler:
         least_patience: float = 0.0,
         tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        """Use `admit`, which makes a sequence live or returns that it has to wait, and `run`, which
-        does a step.
+        """Use `admit`, which makes a sequence live, or returns False if it has to wait, and `run`,
+        which does a step.
 
         `together`: see choose(). `least_patience`: how many seconds a step waits at least for the
         sessions of the last step, however short that was. `tidy` is called before and after every
@@ -234,7 +234,8 @@ class Scheduler:
 
     @contextmanager
     def between_steps(self, *, even_closed: bool = False) -> Iterator[None]:
-        """Let the `with` block change the pool between two steps; such blocks may be nested.
+        """Wait for the running step, and let the `with` block change the pool before the next one;
+        such blocks may be nested.
 
         Raises EntropyKVError after close(), unless `even_closed`, and in a process that was forked.
         """
@@ -256,7 +257,7 @@ class Scheduler:
         try:
             self._tidy()
             if not even_closed:
-                self._check_open()  # tidy() may have closed it.
+                self._check_open()  # tidy() may have closed the scheduler.
             yield
             self._tidy()
         finally:

@@ -164,9 +164,9 @@ class PredictorFit:
         self._model_name = model_name
         self._file = file
         self.learnt = learnt
-        """The predictor that is known so far, complete or not; None: none is."""
+        """The predictor that is known so far, complete or not; None if none is known."""
         self._kept = learnt
-        """As much of it as the file has got from this process, or had before."""
+        """The predictor that this process read from the file or added to it last; None: none."""
         self._growing: GrowingPredictor | None = None
         self._n_texts = 0 if learnt is None else learnt.n_texts
         self._obstacle = obstacle
@@ -254,7 +254,8 @@ class PredictorFit:
         predicted from now on and were not before.
 
         `slots`: all slots of the runner, at least one. When predictions begin, the scores of all
-        live entries are predicted, too.
+        live entries are predicted, too. If the round does not agree with the predictor, all that is
+        known is forgotten; at the MOST_DISAGREEMENTS-th time, learning ends instead.
         """
         if self.predictor is not None or self._growing is None or self._n_taught < ROUND_TOKENS:
             return False
@@ -345,7 +346,9 @@ class PredictorFit:
             self._outcome = f"kept in {self._file.path}, so that other sessions read texts once"
 
     def news(self) -> str | None:
-        """Return the sentence of report() about the complete predictor, only once."""
+        """Return the sentence of report() when the predictor is complete, in the first call; None
+        before that, and in later calls.
+        """
         if self.predictor is None or self._told:
             return None
         self._told = True

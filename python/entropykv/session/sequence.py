@@ -140,9 +140,11 @@ class TokenSequence:
         self.is_teacher = False
         """True if the text has given lessons to a predictor: see second_readings.py."""
         self.n_taught = 0
-        """How many of its tokens have given lessons, or were known from those of another text."""
+        """How many of the text's tokens have given lessons, or did not because a predictor knows
+        such text.
+        """
         self._taught_to = 0
-        """The position after the last token that has given lessons, or was known."""
+        """The position after the last token that `n_taught` counts."""
         self.images = ImageSpans()
         """The positions of images in the text, whose tokens there are placeholders."""
         self.parts = ReadParts(n_ubatch)
@@ -195,7 +197,7 @@ class TokenSequence:
         self.evicted_before = evicted
 
     def note_lessons(self, begin: int, n_tokens: int) -> None:
-        """Count tokens, from position `begin` on, that have given lessons, or were known."""
+        """Count tokens, from position `begin` on, in `n_taught`."""
         self.n_taught += n_tokens
         self._taught_to = max(self._taught_to, begin + n_tokens)
 
@@ -226,7 +228,9 @@ class TokenSequence:
             self.reusable_from = n_ctx + 1
 
     def begin_after_load(self, evicted: int) -> None:
-        """Set the number of evictions from a loaded file; the position of the last is unknown."""
+        """Record a text that was loaded from a file after `evicted` evictions: the position of the
+        last eviction is unknown, so only the end of the text can be returned to.
+        """
         self.reusable_from = self.position if evicted else 0
         self.evicted_before = evicted
 
@@ -356,7 +360,9 @@ class ReadParts:
 
     @property
     def end_of_prompt(self) -> int:
-        """Return the end of the last micro-batch of several tokens; 0 if there was none."""
+        """Return the end of the last micro-batch of a prompt, or of several written tokens; 0 if
+        there was none.
+        """
         return self._end_of_prompt
 
     def begin_before(self, position: int) -> int:

@@ -63,8 +63,10 @@ class Session:
     the model cannot. `on_climb` is called with each Climb of the recovery ladder. `verbose`: print
     llama.cpp's own log.
 
-    Raises ModelFileError, UnsupportedModelError, BudgetError, ProfileError, SettingsError,
-    FreezeError.
+    Raises ModelFileError for a file that cannot be loaded, UnsupportedModelError for a model that
+    the store cannot serve, BudgetError for a budget that is too small or does not fit into memory,
+    ProfileError for a profile that cannot be read or does not fit, SettingsError for impossible
+    options, and FreezeError if cold storage cannot be made.
     """
 
     name: str | None = None
@@ -113,8 +115,8 @@ class Session:
 
         `repo_id`: user/model or user/model:quant; `filename`: the name of a file instead of a
         quant, or a pattern. fetch_model() of entropykv.hub explains which files are downloaded, and
-        to where; the other arguments are those of Session. Raises HubError, the errors of Session,
-        and MissingExtraError without the extra `hub`.
+        to where; the other arguments are those of Session. Raises HubError if nothing can be
+        downloaded, the errors of Session, and MissingExtraError without the extra `hub`.
         """
         from entropykv.hub import fetch_model  # noqa: PLC0415  # it needs the extra hub
 
@@ -162,7 +164,7 @@ class Session:
         self.recovery = recovery
         self.on_climb = on_climb
         self.tenant = tenant
-        """The tenant, whose texts it shares: see Pool.session()."""
+        """The tenant, whose texts the session may continue from: see Pool.session()."""
         self.model = runner.model
         """The model, with its vocabulary and chat template."""
         self.config: ResolvedConfig = runner.config
@@ -187,7 +189,7 @@ class Session:
         self.files = SessionFiles(runner, slot, self.reader, self.counts)
         """The part that saves and loads the session, and opens documents."""
         self.snapshot_bytes = 0
-        """The bytes of the copy of its importance that session/passages.py holds."""
+        """The bytes of the copy of the entries' importance that session/passages.py holds."""
         self._closed = False
 
     if not TYPE_CHECKING:  # A type checker reports these names.
@@ -264,7 +266,8 @@ class Session:
 
         Ends at an end-of-generation token (not yielded), after `max_tokens` (-1: no limit), or when
         the context is full. `sampling`: the fields of entropykv.settings.sampling.Sampling; with
-        temperature 0, sampling is greedy and does not depend on `seed`.
+        temperature 0, sampling is greedy and does not depend on `seed`. Raises SettingsError for
+        impossible sampling, ContextError for `max_tokens` 0, and the errors of decode().
         """
         return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
 
@@ -396,7 +399,7 @@ class Session:
 
         The projector serves all sessions of the model, until the model is closed or another
         projector is opened. `limits`: for the images of one prompt; None: the defaults of
-        ImageLimits. `use_gpu`: let it run on a GPU. Raises ModelFileError and
+        ImageLimits. `use_gpu`: let the projector run on a GPU. Raises ModelFileError and
         UnsupportedModelError: see Projector.
         """
         self._runner.check_open(self._slot)

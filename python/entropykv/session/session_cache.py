@@ -83,15 +83,15 @@ class SessionCache:
 
     @property
     def on_host(self) -> str | None:
-        """Return which layers the device store serves in main memory because their device cannot
-        compute their attention; None if there are none, and for other stores.
+        """Return a sentence about the layers that the device store serves in main memory because
+        their device cannot compute their attention; None if there are none, and for other stores.
         """
         return self._slot.store.context.on_host
 
     @property
     def untaught(self) -> str | None:
-        """Return how policy `auto` could rank entries better on a device, where no predictor of
-        scores is learnt; None if it has one, and for other policies and stores.
+        """Return a sentence for the user if policy `auto` has no predictor on a device, where none
+        is learnt; None in all other cases.
         """
         return self._runner.untaught
 

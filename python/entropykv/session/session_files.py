@@ -77,7 +77,8 @@ def write_state(
     predictor: LearntPredictor | None = None,
 ) -> SavedContents:
     """Write a session to a binary file, and return what was written. `chat`, `document`: as for
-    SessionFiles.save(). `predictor`: the learnt predictor that scores its entries, if any.
+    SessionFiles.save(). `predictor`: the learnt predictor that scores the session's entries, if
+    any. Raises SessionFileError if the file cannot hold the session.
     """
     state = store.state()
     # Copy the array: an exported buffer that an exception keeps alive would prevent it from
@@ -111,7 +112,8 @@ def load_state(
 ) -> TokenSequence:
     """Replace the content of a store by a saved session, and return its text.
 
-    Raises SessionFileError if the file is damaged or does not fit, and leaves the store unchanged.
+    Raises SessionFileError if the file is damaged or does not fit, and leaves the store unchanged;
+    raises further errors as the store's load_state() does.
     """
     check_settings(reader.settings, settings, reader.where)
     contents = reader.contents
@@ -148,7 +150,7 @@ def load_state(
 
 
 def _predictor_in(reader: SessionReader) -> LearntPredictor | None:
-    """Return the predictor that a file brings; raises SessionFileError if it is damaged."""
+    """Return the learnt predictor in a file, if any; raises SessionFileError if it is damaged."""
     value = reader.contents.predictor
     if value is None:
         return None
@@ -192,7 +194,7 @@ def _sequence(
     sequence.logits = row if row.size else None
     sequence.echoed = min(contents.echoed, contents.position)
     if sequence.echoed:
-        # Its lessons, if there were any, have been learnt: it stays the same text for a predictor.
+        # The session that saved the text has learnt its lessons, so they must not count again.
         sequence.is_teacher = True
         sequence.note_lessons(0, sequence.echoed)
     return sequence
@@ -228,7 +230,8 @@ class DocumentHeader:
 def document_header(path: str | os.PathLike[str]) -> DocumentHeader:
     """Read the header of a document, whose path may be an address in object storage.
 
-    Raises SessionFileError if the file is not a document, or if its text was not read to the end.
+    Raises SessionFileError if the file is not a document, or if its text was not read to the end,
+    and StorageError if object storage refuses.
     """
     with local_document(path) as file, open_session(file) as reader:
         contents, note = reader.contents, reader.contents.document
@@ -281,7 +284,9 @@ class SessionFiles:
         """Write the whole state to a file, which appears complete or not at all.
 
         `chat`: whether the text is a chat by the model's template; None: unknown. `document`: what
-        document was read, for a session that holds one. Raises SessionFileError.
+        document was read, for a session that holds one. Raises SessionFileError if the file cannot
+        be written, PoolError if the pool has no room for the session, and FreezeError if frozen
+        entries cannot be read.
         """
         with new_session_file(path) as file:
             return self._write(file, chat, document, self._runner.second_readings.learnt)
@@ -306,7 +311,7 @@ class SessionFiles:
             return self._load(reader)
 
     def load_state(self, data: bytes) -> SavedContents:
-        """Load what save_state() returned, as load() does with a file."""
+        """Load what save_state() returned; does and raises what load() does with a file."""
         return self._load(reader_of(data))
 
     def open_document(

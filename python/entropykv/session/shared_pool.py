@@ -88,7 +88,7 @@ class SequenceSlot:
         self.broken = False
         """True while a decode of the sequence runs, and if the last decode has failed half-way."""
         self.half_read = False
-        """True if the last step has failed half-way, so that its store may hold entries beyond
+        """True if the last step has failed half-way, so that the store may hold entries beyond
         `position`.
         """
         self.writes = False
@@ -96,8 +96,8 @@ class SequenceSlot:
         self.position = 0
         """How many tokens had been read at the end of the last step."""
         self.expected = 0
-        """The length in tokens that its text is expected to reach at least; pages that this length
-        does not need go to other sequences.
+        """The length in tokens that the text is expected to reach at least; pages that a text of
+        this length does not need go to other sequences.
         """
         self.shared_for = 0
         """The length of text that the current shares have room for, or were planned with."""
@@ -109,11 +109,11 @@ class SequenceSlot:
         """True if Session.rest() has said that no token follows soon."""
         self.last_step = 0.0
         self.n_others = 0
-        """How many other sequences wrote a token in its last step."""
+        """How many other sequences wrote a token in the last step of this sequence."""
         self.inherited = 0
         """How many entries had been evicted from the sequence that it was copied from."""
         self.given_up = 0
-        """How many entries were evicted because its share shrank for others."""
+        """How many entries were evicted because the sequence's share shrank for others."""
 
     @property
     def evicted(self) -> int:
@@ -133,7 +133,9 @@ class SequenceSlot:
         self.text.note_evictions(self.store.evicted)
 
     def is_idle(self, now: float) -> bool:
-        """Tell whether it can be swapped out without delaying a thread."""
+        """Tell whether the sequence can be swapped out without delaying a thread; `now`: seconds of
+        time.monotonic().
+        """
         return self.live and (self.rests or now - self.last_step > IDLE_SECONDS)
 
     @property
@@ -170,7 +172,10 @@ class Shares(ABC):
         return False
 
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:  # noqa: B027
-        """Set the share of every sequence; those that shrink evict first."""
+        """Set the share of every sequence; sequences whose shares shrink evict first.
+
+        `least_change`: do nothing if every share would change by less than this fraction of itself.
+        """
 
     def note_growth(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> None:  # noqa: B027
         """Prepare for the expected growth of a sequence's text."""
@@ -306,10 +311,7 @@ class PageShares(Shares):
         return news
 
     def give(self, slots: Sequence[SequenceSlot], least_change: float = 0.0) -> None:
-        """Set the share of every sequence; those that shrink evict first.
-
-        `least_change`: do nothing if every share would change by less than this fraction of itself.
-        """
+        """Set the share of every sequence: see Shares."""
         if not slots:
             return
         shares = self._divide(slots)
@@ -411,9 +413,9 @@ class PoolStatus:
     `swapped_out`: it has no share; `waiting`: it waits for room in the pool.
     """
     idle_seconds: float
-    """Seconds since its last tokens were read."""
+    """Seconds since the session's last tokens were read."""
     given_up: int
-    """How many entries were evicted because its share shrank for other sessions."""
+    """How many entries were evicted because the session's share shrank for other sessions."""
     is_swapped_out: bool = False
     """True if the session has no share; it may still wait for one."""
     swapped_entries: int = 0
@@ -538,9 +540,10 @@ class SharedPool:
         slot.live = False
 
     def swap_out(self, slot: SequenceSlot) -> None:
-        """Swap a sequence out, and free its pages for others; raises PoolError.
+        """Swap a sequence out, and free its pages for others. If there is no room for what is
+        swapped out, sessions that were put aside are closed, maybe that of this sequence.
 
-        If there is no room for what is swapped out, idle sessions are let go, maybe its own.
+        Raises PoolError if there is still no room, and for a session without a pool.
         """
         self._check_shared("be swapped out")
         self._with_room(lambda: self._swap_out(slot))
@@ -643,7 +646,7 @@ class SharedPool:
         store, tier = slot.pooled, swapped.tier
         with self.kept_texts.staying(swapped):
             done = isinstance(tier, InPool) and store.go_on_from(tier.pages, ends=True)
-        if not done:  # Shrinking it to the share would need more pages than are free.
+        if not done:  # Shrinking the text to the share would need more pages than are free.
             slot.store.load_state(self.kept_texts.leave_pool(swapped).saved())
         if swapped.awaits_prediction and slot.store.learning is not None:
             slot.store.learning.predict_held(swapped.position, slot.store.shift)
@@ -652,7 +655,9 @@ class SharedPool:
         slot.swapped = None
 
     def fork(self, slot: SequenceSlot) -> KeptText:
-        """Keep the content of a sequence for another one, in pages of both; raises PoolError."""
+        """Keep the content of a sequence for another one, in pages of both. Raises PoolError if
+        there is no room for it, and for a session without a pool.
+        """
         self._check_shared("be forked")
         return self._with_room(lambda: self._keep(slot, KeptText(slot.text.copy())))
 
@@ -704,12 +709,12 @@ class SharedPool:
         return PoolStatus("idle" if is_idle else "active", idle_seconds, slot.given_up)
 
     def share(self) -> None:
-        """Set the share of every live sequence; those that shrink evict first."""
+        """Set the share of every live sequence; sequences whose shares shrink evict first."""
         self._shares.give(self.live)
 
     def note_growth(self, slot: SequenceSlot) -> None:
-        """Prepare for the expected growth of a live sequence's text, which may evict entries; those
-        that are idle are swapped out before they lose any.
+        """Prepare for the expected growth of a live sequence's text, which may evict entries; idle
+        sequences are swapped out before they lose any.
         """
         self._make_way(slot)
         if slot.store.sharing is not None:
@@ -753,8 +758,8 @@ class SharedPool:
             self._shares.give(self.live, LEAST_CHANGE)
 
     def resize(self, budget: Budget) -> None:
-        """Change the pool's bytes: larger shares take effect at once, smaller ones evict; raises
-        BudgetError.
+        """Change the pool's bytes, after swapping out idle sequences if necessary: larger shares
+        take effect at once, smaller ones evict. Raises BudgetError for a budget that is too small.
         """
         now = time.monotonic()
         for slot in self._idle(now):

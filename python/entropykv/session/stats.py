@@ -182,12 +182,12 @@ class SessionStats:
     peak_rss_bytes: int
     """The largest resident memory of the process so far."""
     products: dict[str, str] = field(default_factory=dict)
-    """What computes products of weights, by the type of the weights in the file: the name of our
-    kernels (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.
+    """What computes products of weights, by the type of the weights in the file: the name of
+    entropykv's kernels (avx2, avxvnni, avx512vnni, neon, neondot), "llama.cpp", or both.
     """
     products_bytes_scratch: int = 0
-    """Working memory of our kernels' threads. It depends on the micro-batch, the widest row of
-    weights and the threads.
+    """Bytes of working memory for entropykv's products. They depend on the micro-batch, the widest
+    row of weights and the threads.
     """
     kv_bytes_on_devices: dict[str, int] = field(default_factory=dict)
     """The bytes of the device store by device: entries, staging and working memory; empty for other
@@ -322,8 +322,8 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
 
 
 def format_rows(rows: list[Row], width: int | None = None) -> str:
-    """Return a table of two columns; values longer than `width` characters continue on the next
-    line.
+    """Return a table of two columns; lines longer than `width` characters are continued on the next
+    line, none for None.
     """
     indent = max(10, *(len(name) for name, _ in rows)) + 2
     lines = []
