@@ -121,8 +121,8 @@ class _Commands(argparse._SubParsersAction):  # type: ignore[type-arg]  # noqa: 
 
 
 def parser_with(names: Collection[str]) -> tuple[CommandParser, dict[str, CommandParser]]:
-    """Return the parser, and those of the commands in `names`, which alone have their options;
-    raises VersionError.
+    """Return the parser, and those of the commands in `names`, which alone have their options.
+    Raises VersionError if the extension was built against another llama.cpp.
     """
     parser = CommandParser(
         prog="entropykv",
@@ -146,8 +146,9 @@ def parser_with(names: Collection[str]) -> tuple[CommandParser, dict[str, Comman
 
 
 def parsers_of(names: Collection[str]) -> dict[str, CommandParser]:
-    """Return the parsers of some commands by name, with all of their options; raises VersionError,
-    and MissingExtraError for `serve` without its extra.
+    """Return the parsers of some commands by name, with all of their options. Raises VersionError
+    if the extension was built against another llama.cpp, and MissingExtraError for `serve` without
+    its extra.
     """
     parsers = parser_with(names)[1]
     for parser in parsers.values():

@@ -41,7 +41,7 @@ _HEADER = "| tokens | cache | prompt tok/s | ratio | decode tok/s | ratio | KV M
 
 
 def add_bench(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv bench`."""
     parser = commands.add_parser(
         "bench",
         description="Read prompts and generate inside budgets, in alternation with stock "
@@ -158,7 +158,9 @@ _DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepte
 
 
 def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
-    """Print what drafts are worth; they are the only thing that is measured then."""
+    """Print what drafts are worth, the only thing that is measured with --spec; returns the exit
+    code.
+    """
     cache = CacheOptions(
         kv_budget=options.budgets[-1],
         policy=options.policy,

@@ -46,13 +46,15 @@ _SIZES = {
     "curve_length": (64, "tokens of each of them"),
     "compared_texts": (0, "other texts, on which the ways to use the profile are compared"),
 }
-"""Fields of CalibrationSettings that options set: the least value, and what it is."""
+"""For each field of CalibrationSettings that an option sets: its least value, and the option's
+help.
+"""
 _LONG = 20
 """Seconds; a calibration that takes longer says so before it begins."""
 
 
 def add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv calibrate`."""
     parser = commands.add_parser(
         "calibrate",
         description="Read texts with a model, and write a profile of what each of its heads "
@@ -143,7 +145,7 @@ def add_calibration_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run `entropykv calibrate`; returns the exit code."""
     if options.plot:
         check_plot(options.plot)
     if options.output:
@@ -217,7 +219,9 @@ def _settings(options: argparse.Namespace) -> CalibrationSettings:
 def _notes(
     extent: Extent, settings: CalibrationSettings, options: argparse.Namespace
 ) -> Iterator[str]:
-    """Say how long it will take, and what the loss curves lack if the texts are too short."""
+    """Yield notes for the user: what the loss curves lack if the texts are too short, and how long
+    calibration will take.
+    """
     wanted = settings.curve_texts * settings.curve_length
     if options.model and extent.curve_texts * extent.curve_length != wanted:
         yield (

@@ -167,7 +167,7 @@ HISTORY = "chat_history"
 
 
 def add_chat(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv chat`."""
     parser = commands.add_parser(
         "chat",
         usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
@@ -249,7 +249,7 @@ class _Terminal:
     """Read turns and commands from stdin; only answers are written to stdout."""
 
     def __init__(self, conversation: Conversation, fraction_of: int) -> None:
-        """`fraction_of`: the context in tokens that a fraction as a budget is taken of."""
+        """Use `fraction_of`, the tokens of which a budget that is a fraction is taken."""
         self._conversation = conversation
         self._fraction_of = fraction_of
         self._commands: dict[str, tuple[str, str, Callable[[str], None]]] = {

@@ -12,7 +12,7 @@ _SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv completion`."""
     parser = commands.add_parser(
         "completion",
         description="Write a script with which a shell completes commands, options and file names; "
@@ -24,7 +24,7 @@ def add_completion(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code. Raises MissingExtraError."""
+    """Run `entropykv completion`; returns the exit code. Raises MissingExtraError without shtab."""
     try:
         import shtab  # noqa: PLC0415  (an extra)
     except ModuleNotFoundError:

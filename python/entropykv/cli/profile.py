@@ -185,7 +185,7 @@ def compare(first: EntropyProfile, second: EntropyProfile, most: int = 10) -> st
 
 
 def add_profile(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv profile`."""
     parser = commands.add_parser(
         "profile",
         description="Show the entropies, head types and resulting budgets of a profile; with a "
@@ -201,7 +201,7 @@ def add_profile(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run `entropykv profile`; returns the exit code."""
     profile = EntropyProfile.load(options.file)
     other = EntropyProfile.load(options.other) if options.other else None
     text = format_profile(profile) if other is None else compare(profile, other)

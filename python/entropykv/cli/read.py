@@ -221,7 +221,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _tasks(options: argparse.Namespace) -> Sequence[DocumentTask]:
-    """Return the documents to read; raises SettingsError if two have one name."""
+    """Return the documents to read; raises SettingsError if there are none, or two would become one
+    file, and ContextError for a file that cannot be read.
+    """
     if not options.files:
         raise SettingsError("give the files to read")
     tasks: dict[str, DocumentTask] = {}
@@ -244,7 +246,7 @@ _SHOWN_CHARACTERS = 200
 
 
 def add_read(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv read`."""
     parser = commands.add_parser(
         "read",
         usage="%(prog)s FILE... (-m MODEL | -hf USER/MODEL) -o DOCUMENT [options]\n"

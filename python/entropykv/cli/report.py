@@ -11,7 +11,7 @@ from entropykv.report.page import read_sources, report_page
 
 
 def add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv report`."""
     parser = commands.add_parser(
         "report",
         description="Write one self-contained page of HTML from the JSON of eval, bench, "
@@ -32,7 +32,7 @@ def add_report(commands: argparse._SubParsersAction[CommandParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run `entropykv report`; returns the exit code."""
     check_matplotlib()
     check_output(options.output)
     sources = read_sources(options.files)

@@ -30,7 +30,9 @@ PLACE = "<__media__>"
 
 
 def read_prompt(options: argparse.Namespace) -> str:
-    """Return the text of -f and -p, which may be empty; with -e, backslash escapes are replaced."""
+    """Return the text of -f and -p, which may be empty. With -e, backslash escapes in -p and -sys
+    are replaced, also in `options`.
+    """
     if options.escape:
         for name in ("prompt", "system"):
             if getattr(options, name) is not None:
@@ -86,7 +88,7 @@ def open_projector(session: Session, options: argparse.Namespace, files: Sequenc
 
 def image_files(given: Sequence[str]) -> list[bytes]:
     """Return the contents of the files given to --image, whose values may hold several paths
-    separated by commas; raises ImageError.
+    separated by commas; raises the errors of image_file().
     """
     paths: list[str] = []
     for text in given:
@@ -150,7 +152,7 @@ def prompt_of(
 
 
 _DECLARED = tuple(name for name, each in declared(Sampling).items() if each.flags)
-"""The fields of Sampling that are numbers."""
+"""The fields of Sampling that have an option of the same name."""
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | None) -> None:
@@ -251,7 +253,9 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Return a Sampling; raises SettingsError for values out of range."""
+    """Return the Sampling that options ask for; raises SettingsError for values out of range, and
+    for options that contradict each other.
+    """
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")
     fields = {name: getattr(options, name) for name in _DECLARED}

@@ -67,7 +67,7 @@ from entropykv.settings.flags import STATS_JSON
 
 
 def add_run(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command."""
+    """Add the parser of `entropykv run`."""
     parser = commands.add_parser("run", usage=RUN.usage, description=RUN.description)
     add_budget_options(parser)
     _add_prompt_options(parser)
@@ -96,7 +96,7 @@ def _add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
+    """Run `entropykv run`; returns the exit code."""
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
     use_in_template(options)

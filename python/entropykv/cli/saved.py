@@ -41,7 +41,9 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load a session if `path` is given, and print a note; raises SettingsError for a document."""
+    """Load a session if `path` is given, and print a note; None without. Raises SettingsError for a
+    document, and SessionFileError for a file that cannot be loaded.
+    """
     if path is None:
         return None
     with open_session(path) as reader:
@@ -122,8 +124,9 @@ class PromptCache:
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> PromptCache | None:
-        """Return the prompt cache that the options ask for, or None. Raises SettingsError or
-        SessionFileError.
+        """Return the prompt cache that the options ask for; None if they ask for none. Raises
+        SettingsError for options that contradict each other, and SessionFileError for a file that
+        cannot be written.
         """
         path = options.prompt_cache
         if path is None:
@@ -189,7 +192,8 @@ def add_document_option(parser: argparse.ArgumentParser, group: argparse._Action
 def use_document(options: argparse.Namespace) -> None:
     """Take the document's context, budget, policy, type and store where the user gave none.
 
-    Raises SettingsError for options that cannot go with a document, and SessionFileError.
+    Raises SettingsError for options that cannot go with a document, and SessionFileError for a file
+    that is none.
     """
     if options.document is None:
         return

@@ -267,8 +267,8 @@ _OF_REPLICAS = ("max_replicas", "scale_up_seconds", "scale_down_seconds", "sessi
 
 
 def add_serve(commands: argparse._SubParsersAction[CommandParser]) -> None:
-    """Register the command, whose options include those of llama_cpp.server: its packages take long
-    to load, and may not be installed.
+    """Add the parser of `entropykv serve`. Options are added later, because those of
+    llama_cpp.server come from packages that take long to load, and may not be installed.
     """
     parser = commands.add_parser("serve", usage=SERVE.usage, description=SERVE.description)
     parser.set_defaults(command=run)
@@ -334,7 +334,7 @@ def _add_fields(group: argparse._ArgumentGroup, options: Any, without: set[str])
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command until a signal; returns the exit code."""
+    """Run `entropykv serve` until a signal; returns the exit code."""
     from entropykv.server import ServerOptions  # noqa: PLC0415
     from entropykv.server.http.running import serve  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ def models_of(
     """Return the options of a single model, or the catalog of several.
 
     As in llama-server, options of the command line take precedence over a preset's section, and its
-    section over [*]. Raises SettingsError.
+    section over [*]. Raises SettingsError for invalid options, and if several models have one name.
     """
     from entropykv.server import ModelCatalog, ModelOptions  # noqa: PLC0415
 
@@ -80,7 +80,7 @@ def _served(
     """Return the model called `name`, one of several models of a server.
 
     `given`: its options. `place`: the options that say where its file is; None: `given` or the name
-    says it. Raises SettingsError.
+    says it. Raises SettingsError if nothing says it, and for invalid options.
     """
     from entropykv.server import ModelOptions, ServedModel  # noqa: PLC0415
 
@@ -117,7 +117,7 @@ def _names_a_repository(name: str) -> bool:
 
 
 def read_options(kind: type[Options], options: argparse.Namespace) -> Options:
-    """Return settings from the options that were given; raises SettingsError."""
+    """Return settings from the options that were given; raises SettingsError for an invalid one."""
     return _checked(kind, _given(kind, options))
 
 
