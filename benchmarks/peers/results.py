@@ -99,7 +99,7 @@ def summarise(
 
 def _worse_than_best(row: dict[str, Any]) -> float:
     """Return the sort key of a row within its measure; the best row has the smallest."""
-    for name, sign in (("kl", 1), ("equal", -1), ("score", -1), ("prompt_speed", 1)):
+    for name, sign in (("kl", 1), ("equal", -1), ("score", -1), ("prompt_speed", -1)):
         if name in row:
             return float(sign * row[name])
     return 0.0

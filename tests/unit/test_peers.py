@@ -108,6 +108,13 @@ def test_the_table_has_a_line_for_every_row_of_its_measure() -> None:
     assert table(rows[:0], GREEDY) == ""
 
 
+def test_the_fastest_row_is_the_first() -> None:
+    methods = [replace(UNIFORM, measure=SPEED, name=name) for name in ("slow", "fast")]
+    speeds = zip(methods, (10.0, 20.0), strict=True)
+    results = [Result(method, "a", "p", {"prompt_speed": n}) for method, n in speeds]
+    assert [row["name"] for row in summarise(results, ["a"], "p")] == ["fast", "slow"]
+
+
 @pytest.mark.parametrize(
     ("tokens", "equal", "first"), [([1, 2, 3], 1.0, 3), ([1, 9, 3], 2 / 3, 1), ([9, 9, 9], 0, 0)]
 )
