@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TaskKind(Generic[Shared, Work, Result]):
-    """Describe the tasks of a call: what each of them does, and the data that they share."""
+    """Describe the tasks of one Cluster.run(): what each does, and the data that they share."""
 
     function: Callable[[Shared, Work], Result]
     """Runs on a node; arguments and result are pickled, and so are its EntropyKVErrors."""

@@ -35,9 +35,7 @@ class ModelFileError(EntropyKVError, ValueError):
 
 
 class HubError(EntropyKVError):
-    """Raised if a model cannot be fetched from the Hugging Face Hub, or not be stored on
-    this disk.
-    """
+    """Raised if a model cannot be fetched from the Hugging Face Hub, or stored on this disk."""
 
 
 class UnsupportedModelError(EntropyKVError):

@@ -27,7 +27,7 @@ _UTF8 = "utf-8-sig"
 _TOKEN_BYTES = 4
 """How many random bytes are in the name of a file that is being written."""
 FileStamp = tuple[int, int, int]
-"""Distinguishes two versions of a file; the second number is its bytes."""
+"""Distinguishes two versions of a file: see stamp_of(); the second number is the file's bytes."""
 
 
 def stamp_of(path: Path) -> FileStamp | None:

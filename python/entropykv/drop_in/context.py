@@ -197,7 +197,7 @@ class BudgetContext(internals.LlamaContext):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether there is a session."""
+        """Tell whether the context was not closed."""
         return self._session is not None
 
     @property

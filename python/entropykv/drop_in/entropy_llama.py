@@ -313,7 +313,7 @@ class EntropyLlama(llama_cpp.Llama):
         pool are freed with the last one. Raises SettingsError without a pool, EntropyKVError if
         this object is closed.
         """
-        _ = self._session  # Raises if it is closed.
+        _ = self._session  # Raises if this object is closed.
         if self._pool is None:
             raise SettingsError(
                 "one budget for several conversations is a pool; make the EntropyLlama with "
@@ -757,7 +757,8 @@ class EntropyLlama(llama_cpp.Llama):
     def _tokens_of(self, prompt: str | Sequence[int], suffix: str | None) -> list[int]:
         """Return the tokens of a prompt; if it is a text, with the tokens that texts of the model
         begin and end with. With a `suffix`, they are the prompt for what stands between the prompt
-        and the suffix. Raises SettingsError and ContextError.
+        and the suffix. Raises SettingsError for a suffix that the model cannot use, and
+        ContextError for an empty prompt.
         """
         model, is_text = self._model, isinstance(prompt, str)
         if isinstance(prompt, str):

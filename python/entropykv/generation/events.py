@@ -140,12 +140,13 @@ class _Answer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors=request.errors)
         self._stops = StopFinder(request.stops)
         self._values: deque[tuple[int, TokenLogprob]] = deque()
-        """The log probabilities that were not told yet, each with the byte where its token begins.
+        """The log probabilities that were not yielded yet, each with the byte where its token
+        begins.
         """
         self._n_bytes = 0
         """How many bytes all tokens so far have."""
         self._n_shown = 0
-        """How many bytes of the text were told."""
+        """How many bytes of the text were yielded."""
         self._n_tokens = 0
 
     @property
@@ -252,7 +253,7 @@ class _Answer:
             last = self._reader.finish()
             parts = Parts(parts.thought + last.thought, parts.answer + last.answer)
         if not stopped:
-            self._n_shown = self._n_bytes + 1  # All tokens belong to the answer.
+            self._n_shown = self._n_bytes + 1  # So the values of all tokens are yielded.
         piece = self._told(None, text, parts)
         is_something = piece.text or piece.thought or piece.answer or piece.logprobs
         return piece if is_something else None

@@ -155,9 +155,8 @@ def infill_prompt(
 def thought_of(
     model: Model, text: str, tokens: Sequence[int], arguments: Mapping[str, Any] | None = None
 ) -> PromptThought | None:
-    """Return what a prompt by the chat template says of the thought of its answer.
-
-    It is None for a model that does not think.
+    """Return what a prompt by the chat template says of the thought of its answer; None for a model
+    that does not think.
     """
     template = model.chat_template
     if template is None or template.tags is None:

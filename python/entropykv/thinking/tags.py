@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 ThoughtFormat = Literal["auto", "none", "deepseek", "deepseek-legacy"]
 FORMATS: tuple[ThoughtFormat, ...] = get_args(ThoughtFormat)
-"""llama.cpp's names: `none` leaves thoughts in the answer, `deepseek` shows them apart, as does
-`auto`, and `deepseek-legacy` does both.
+"""llama.cpp's names: `none` leaves thoughts in the answer, `deepseek` and `auto` show them apart,
+and `deepseek-legacy` does both, but only the first in streams.
 """
 MOST_MESSAGE = 4_096
 """The most characters of the message that ends a thought."""
@@ -51,7 +51,7 @@ def template_variables(
 
 _ANSWER = "entropykv-answer"
 _LONGEST = 256
-"""The most characters of a frame; a longer text means that the template shows other texts."""
+"""The most characters of a frame; a longer difference is not due to the answer alone."""
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -68,17 +68,15 @@ class ThoughtTags:
 
     @property
     def control(self) -> tuple[str, ...]:
-        """Return the texts that may be control tokens, and must be visible to separate the
-        parts.
+        """Return the texts that may be control tokens, and by which thought and answer are told
+        apart.
         """
         if self.channels:
             return ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
         return (self.begin, self.end, *self.around)
 
     def is_open_after(self, prompt: str) -> bool:
-        """Tell whether a prompt ends within a thought, because some templates write the opening
-        tag.
-        """
+        """Tell whether a prompt ends within a thought: some templates write the opening tag."""
         return prompt.rstrip().endswith(self.begin)
 
 
@@ -134,7 +132,7 @@ class AnswerFrame:
 def frame_of(render: Callable[[Messages], str]) -> AnswerFrame:
     """Return the frame of a template's answers; `render` makes a prompt from messages.
 
-    The frame is empty if the template leaves out former answers, or shows more than a frame.
+    The frame is empty if the template leaves out former answers, or changes other texts, too.
     """
     question = {"role": "user", "content": "Hi"}
     first = render([question])

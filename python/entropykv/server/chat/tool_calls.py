@@ -70,7 +70,7 @@ class Tool(BaseModel):
 
 
 class NamedFunction(BaseModel):
-    """The name of a function."""
+    """The function of a NamedTool, or of the older field function_call."""
 
     name: Name
 

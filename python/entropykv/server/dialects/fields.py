@@ -57,7 +57,7 @@ MOST_SAMPLERS = 32
 MOST_BREAKERS, MOST_BREAKER = 64, 128
 """The most texts at which repetitions end, and characters of each."""
 MOST_NUMBER = 1000.0
-"""The largest number of a sampler, such as a temperature."""
+"""The largest value of a sampler's setting, such as a temperature."""
 MOST_TOKENS = (1 << 31) - 1
 MOST_PIECES = 65_536
 """The most tokens that /tokenize returns with their pieces; each is a separate object."""

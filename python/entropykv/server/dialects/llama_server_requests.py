@@ -422,7 +422,7 @@ class InfillRequest(LlamaServerRequest):
 
     def own_prompt(self, job: Answering) -> Prompt:
         """Return the prompt in the form that the model was trained on; raises RequestError for a
-        model that was not trained for it, and for a document.
+        model that was not trained for it, and if the request names a document.
         """
         if job.document is not None:
             raise RequestError(400, "document: texts are filled in alone", param="document")

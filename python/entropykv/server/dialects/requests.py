@@ -397,7 +397,7 @@ def sampling_of(
         for name in names
     }
     values["seed"] = seed_of(values.get("seed"), request._choice)
-    if "mirostat" not in request.model_fields_set:  # Only llama-server calls it `mirostat`.
+    if "mirostat" not in request.model_fields_set:  # Other forms name it mirostat_mode.
         values["mirostat"] = given(request, model, "mirostat_mode")
     if constraint is not None and request.min_tokens > 0:
         raise RequestError(

@@ -301,6 +301,6 @@ class NamedEvents(Events):
 
 
 def _event(item: Any) -> str:
-    """Return an item as a server-sent event; events of the Responses API have a name."""
+    """Return an item as a server-sent event, whose name is the item's type, if it has one."""
     name = f"event: {item['type']}\n" if "type" in item else ""
     return f"{name}data: {json.dumps(item)}\n\n"

@@ -201,7 +201,9 @@ class Body:
         self.n_bytes = 0
 
     def add(self, piece: bytes) -> None:
-        """Add a piece; raises RequestError (413, 503) if it is too much."""
+        """Add a piece; raises RequestError if the body gets too long (413), or all bodies together
+        (503).
+        """
         self._admission.check_body(self.n_bytes + len(piece))
         self._admission.take(len(piece))
         self.n_bytes += len(piece)

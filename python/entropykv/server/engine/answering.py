@@ -124,9 +124,9 @@ class Answering:
     has_enough: bool = False
     """Whether the answer ends behind what was written; the writer of the answer sets it."""
     tell: Callable[[Any], object] | None = None
-    """Sends a chunk of a stream that no event leads to; None: the answer is no stream."""
+    """Sends a chunk of a stream that tells of progress; None: the answer is no stream."""
     n_passages: int = 0
-    """How many passages of the document its client wants to see."""
+    """How many passages of the document the client wants to see."""
     passages: list[Passage] | None = None
     """The passages of the document that the answer looked at; None if nothing measured that."""
     _session: Session | None = None
@@ -164,7 +164,8 @@ class Answering:
 
         `constrained_by`: the field of the client's request that says what the answer must be.
         `n_passages`: how many passages are looked for. `on_prompt` is called with the number of
-        tokens of the prompt that were read. Raises RequestError, and the errors of
+        tokens of the prompt that were read. Raises ContextError for a prompt without room for an
+        answer, RequestError for a constraint or a document that cannot be used, and the errors of
         generate().
         """
         check_room(request.prompt, self.model.n_ctx)
@@ -293,5 +294,5 @@ class Answering:
         try:
             text = document_header(asked.path).note.text
             return attention.passages(text, len(self.document_tokens()), self.n_passages)
-        except (PoolError, SessionFileError):  # The answer is worth more than its passages.
+        except (PoolError, SessionFileError):  # The answer is complete without passages.
             return None

@@ -189,7 +189,7 @@ class Engine:
             self.before_close(lambda _: reader.close())
 
     def describe(self) -> str:
-        """Return in a few words what a budget means for the model."""
+        """Return in a few words what the budget means for the model."""
         return describe_budget(self.pool.runner.config, self.stats.kv_bytes_budget)
 
     @property

@@ -138,7 +138,7 @@ class TurnMiddleware:
         """How many requests hold or wait for each lock."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass a request on; a POST first waits for its turn."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -196,7 +196,7 @@ class _Client:
         self._heard: deque[Message] = deque()
 
     async def receive(self) -> Message:
-        """Return the client's messages in order."""
+        """Return the client's next message."""
         return self._heard.popleft() if self._heard else await self._receive()
 
     async def wait_for(self, lock: asyncio.Lock, seconds: float | None) -> None:
@@ -224,7 +224,7 @@ class _Client:
 
 
 class _Turn:
-    """Handle one request."""
+    """Load the conversation of one request, and save it when its answer ends."""
 
     def __init__(
         self,

@@ -85,7 +85,7 @@ def as_request_error(error: BaseException) -> RequestError:
         refusal = RequestError(
             400, f"{_TOO_LONG} exceeded: {error}", code="context_length_exceeded"
         )
-        if error.n_tokens is not None:  # llama-server's clients look for these.
+        if error.n_tokens is not None:  # llama-server's clients look for these fields.
             refusal.body["error"] |= {
                 "type": "exceed_context_size_error",
                 "n_prompt_tokens": error.n_tokens,
@@ -97,7 +97,8 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, ValueError | PoolError):
         # The pool has nothing more that it can swap out or close.
         return RequestError(503 if isinstance(error, PoolError) else 400, str(error))
-    # Macros of a template that recursively process a tool's schema raise this, for example.
+    # Macros of a template that recursively process a tool's schema raise RecursionError, for
+    # example.
     if isinstance(error, RecursionError):
         return RequestError(
             400,

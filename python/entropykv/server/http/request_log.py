@@ -26,7 +26,7 @@ class RequestLog:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass a request on, and log it when its answer has ended."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -80,7 +80,7 @@ class LimitedProtocol(H11Protocol):
             self._wait_for_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop counting the connection."""
+        """Stop the timers, and count the connection no more."""
         for name in list(self._timers):
             self._stop(name)
         super().connection_lost(exc)
@@ -91,7 +91,7 @@ class LimitedProtocol(H11Protocol):
         self._start("write", self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Continue writing."""
+        """Stop the timeout, and continue writing."""
         self._stop("write")
         super().resume_writing()
 
@@ -319,8 +319,8 @@ class _Server(uvicorn.Server):
         sys.stderr.flush()
 
     def _only_model(self) -> tuple[str, str, str | None]:
-        """Return the words about the only model before and after its address, and a warning about
-        its memory; none for several.
+        """Return what is printed about the only model before and after the server's address, and a
+        warning about its memory, or None; empty texts for several models.
         """
         app = self._app.loaded
         if app is None or app.state.models.has_several:

@@ -130,7 +130,9 @@ class ModelRegistry:
         return self.named(name)
 
     def named(self, name: str) -> HeldModel:
-        """Return the model with exactly this name or alias; raises RequestError (404)."""
+        """Return the model with exactly this name or alias; raises RequestError (404) if there is
+        none.
+        """
         held = self._held.get(name) or self._by_alias.get(name)
         if held is None:
             verb = "is" if len(self._held) == 1 else "are"
@@ -454,7 +456,7 @@ class Leases:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Pass a request on; its leases end when its response was sent."""
         with ExitStack() as leases:
             scope[_LEASES] = leases
             await self._app(scope, receive, send)

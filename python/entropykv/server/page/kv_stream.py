@@ -108,7 +108,9 @@ def pool_figures(model: LoadedModel, user: str) -> dict[str, Any]:
 
 
 def about(model: LoadedModel) -> dict[str, Any]:
-    """Return what does not change: the model, and the number of KV heads of each layer."""
+    """Return what does not change while a model is loaded: settings, and the KV heads of each
+    layer.
+    """
     stats = model.stats()
     return {
         "model": model.name,
@@ -134,7 +136,7 @@ class Window:
 
     def fit(self, position: int) -> tuple[int, int, int]:
         """Return the first position, the positions per column (a power of two) and the number of
-        columns.
+        columns for a text of `position` tokens.
         """
         last = position if self.last is None else min(self.last, position)
         first = min(self.first, last)

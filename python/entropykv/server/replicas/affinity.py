@@ -39,7 +39,9 @@ class Affinity:
     """Say what of a request a replica may have read before."""
 
     conversation: str | None = None
-    """The user's name of the conversation; the same replica answers all its requests."""
+    """A digest of the user, and of the name of the conversation or document; the same replica
+    answers all of its requests. None: it has no name.
+    """
     keys: tuple[str, ...] = ()
     """What the text begins with, the longest beginning first, as digests."""
 

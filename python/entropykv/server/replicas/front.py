@@ -42,7 +42,7 @@ class Front:
         self._died = died
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
+        """Receive a request with its body, and pass it to a replica."""
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
