@@ -26,7 +26,7 @@ from entropykv import Session
 from entropykv.cli.plots import draw
 from entropykv.llamacpp.stock import StockSession
 from entropykv.report.figures import trajectory_figure
-from entropykv.session.generate import generate
+from entropykv.session.generate import generate_tokens
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.sampling import Sampling
 from inputs import find_model
@@ -83,7 +83,7 @@ class Stock(StockSession):
 def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> float:
     """Return the seconds that an answer takes after its prompt was read."""
     session.text.truncate(0)
-    stream = generate(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
+    stream = generate_tokens(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
     next(stream)
     start = time.perf_counter()
     for _ in stream:

@@ -87,7 +87,7 @@ def _state_of_one_head() -> bytearray:
     random = np.random.default_rng(0)
     for position in range(0, ENTRIES, 512):
         q, k, v = (random.standard_normal((512, 1, DIM), np.float32) for _ in range(3))
-        store.attend(0, q, k, v, DIM**-0.5, position=position)
+        store.attend_alone(0, q, k, v, DIM**-0.5, position=position)
     return bytearray(store.save_head(0, 0))
 
 

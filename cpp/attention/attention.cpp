@@ -291,7 +291,7 @@ void Attention::attend(int layer, int reader, const AttentionParams& params, con
         const int next = call.units.claim(cursor, owns);
         const Unit unit = call.unit(number);
         heads.run(unit, next);
-        if (call.units.ends_head(unit.tile.head)) heads.finish(unit.tile.head);
+        if (call.units.ends_head(unit.tile.head)) heads.merge_and_commit(unit.tile.head);
         number = next;
     }
 }
@@ -356,7 +356,7 @@ void AttentionBatch::attend(int layer, int reader, const AttentionParams& params
         part->sequence->attend(layer, reader, params, query.from(part->first),
                                output + first * values, thread);
     }
-    for (const Part& part : parts_) part.sequence->finish(thread);
+    for (const Part& part : parts_) part.sequence->commit_due(thread);
 }
 
 }  // namespace entropykv

@@ -66,7 +66,7 @@ public:
     void attend(int layer, int reader, const AttentionParams& params, const RowsView& query,
                 float* output, int thread) noexcept;  // output [n_tokens][n_head][v_dim]
     // Every thread calls this after attend(), to commit what must not wait for the next layer.
-    void finish(int thread) noexcept { commits_.run_due(thread); }
+    void commit_due(int thread) noexcept { commits_.run_due(thread); }
     // Returns how many values the output has for one token.
     int output_values(int layer) const {
         return store_.shape(layer).n_head * store_.shape(layer).v_dim;

@@ -452,7 +452,7 @@ void HeadAttention::merge(int head) noexcept {
     call_.entropies.add_head(call_.layer, split_, head);
 }
 
-void HeadAttention::finish(int head) noexcept {
+void HeadAttention::merge_and_commit(int head) noexcept {
     merge(head);
     if (call_.reader + 1 < call_.shape().readers) {
         carry(head);

@@ -297,11 +297,11 @@ public:
     // Attends with the rows of a unit. upcoming: the next unit of the thread, whose first entries
     // the decode kernel prefetches; -1: none.
     void run(const Unit& unit, int upcoming) noexcept;
-    // merge() and finish() are called for a head whose units are done. merge() merges their partial
-    // results, writes the outputs, and observes what the queries gave to the entries; finish() also
-    // commits the head, or has it committed.
+    // merge() and merge_and_commit() are called for a head whose units are done. merge() merges
+    // their partial results, writes the outputs, and observes what the queries gave to the entries;
+    // merge_and_commit() also commits the head, or has it committed.
     void merge(int head) noexcept;
-    void finish(int head) noexcept;
+    void merge_and_commit(int head) noexcept;
 
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }

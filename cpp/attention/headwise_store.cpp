@@ -83,8 +83,8 @@ void HeadwiseStore::check_batch(int layer, int reader, const MicroBatch& batch) 
         throw std::invalid_argument("an echo of more tokens than there are, or of fewer than none");
 }
 
-void HeadwiseStore::attend(int layer, int reader, const MicroBatch& batch,
-                           const AttentionParams& params, float* output) {
+void HeadwiseStore::attend_alone(int layer, int reader, const MicroBatch& batch,
+                                 const AttentionParams& params, float* output) {
     check_batch(layer, reader, batch);
     const int n_text = batch.q.n_tokens - batch.n_echo;
     if (reader == 0)
@@ -92,7 +92,7 @@ void HeadwiseStore::attend(int layer, int reader, const MicroBatch& batch,
     if (batch.k) attention.stage_k(layer, batch.k->view, 0, 1);
     if (batch.v) attention.stage_v(layer, batch.v->view, 0, 1);
     attention.attend(layer, reader, params, batch.q.view, output, 0);
-    attention.finish(0);
+    attention.commit_due(0);
     last_layer_ = layer;
     last_reader_ = reader;
 }

@@ -67,8 +67,8 @@ public:
     // Stages K and V for the first reader of a layer, attends, and commits after the last reader.
     // The output is [n_tokens][n_head][v_dim]. With a model, nodes of llama.cpp's graph call
     // AttentionBatch instead.
-    void attend(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
-                float* output);
+    void attend_alone(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
+                      float* output);
 
     double eviction_seconds() const {
         return 1e-9 * static_cast<double>(store.components().common.eviction_nanoseconds.load());
@@ -92,7 +92,7 @@ private:
     void check_batch(int layer, int reader, const MicroBatch& batch) const;
 
     bool in_pool_;         // whether other sequences share the pool
-    int last_layer_ = -1;  // the last layer that attend() was called for
+    int last_layer_ = -1;  // the last layer that attend_alone() was called for
     int last_reader_ = -1;
 };
 

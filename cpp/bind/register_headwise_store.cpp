@@ -36,12 +36,12 @@ const float* per_head(const std::optional<InputArray<float>>& values, int n_head
     return values->data();
 }
 
-py::array_t<float> attend(HeadwiseStore& self, int layer, const InputArray<float>& q,
-                          const std::optional<InputArray<float>>& k,
-                          const std::optional<InputArray<float>>& v, float scale, float softcap,
-                          const std::optional<InputArray<float>>& sinks, int position,
-                          const std::optional<InputArray<float>>& slopes, int reader, int n_echo,
-                          int n_drafts) {
+py::array_t<float> attend_alone(HeadwiseStore& self, int layer, const InputArray<float>& q,
+                                const std::optional<InputArray<float>>& k,
+                                const std::optional<InputArray<float>>& v, float scale,
+                                float softcap, const std::optional<InputArray<float>>& sinks,
+                                int position, const std::optional<InputArray<float>>& slopes,
+                                int reader, int n_echo, int n_drafts) {
     const LayerShape& shape = self.shape_of(layer);
     const HeadwiseStore::MicroBatch batch{rows_of(q), rows_of(k), rows_of(v),
                                           position,   n_echo,     n_drafts};
@@ -49,7 +49,7 @@ py::array_t<float> attend(HeadwiseStore& self, int layer, const InputArray<float
         scale, softcap, per_head(sinks, shape.n_head, "sinks must be one for every query head"),
         per_head(slopes, shape.n_head, "slopes must be one for every query head")};
     py::array_t<float> output({batch.q.n_tokens, shape.n_head, shape.v_dim});
-    self.attend(layer, reader, batch, params, output.mutable_data());
+    self.attend_alone(layer, reader, batch, params, output.mutable_data());
     return output;
 }
 
@@ -376,10 +376,10 @@ void register_headwise_store(py::module_& m) {
             },
             py::arg("n_tokens"), py::arg("position"), py::arg("rope_position"),
             py::arg("n_echo") = 0)
-        .def("attend", &attend, py::arg("layer"), py::arg("q"), py::arg("k"), py::arg("v"),
-             py::arg("scale"), py::arg("softcap") = 0.0f, py::arg("sinks") = py::none(),
-             py::arg("position") = 0, py::arg("slopes") = py::none(), py::arg("reader") = 0,
-             py::arg("n_echo") = 0, py::arg("n_drafts") = 0)
+        .def("attend_alone", &attend_alone, py::arg("layer"), py::arg("q"), py::arg("k"),
+             py::arg("v"), py::arg("scale"), py::arg("softcap") = 0.0f,
+             py::arg("sinks") = py::none(), py::arg("position") = 0, py::arg("slopes") = py::none(),
+             py::arg("reader") = 0, py::arg("n_echo") = 0, py::arg("n_drafts") = 0)
         .def(
             "most_drafts",
             [](const HeadwiseStore& self, int wanted) {

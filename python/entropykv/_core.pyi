@@ -700,7 +700,7 @@ class HeadwiseStore:
         storage is full.
         """
 
-    def attend(
+    def attend_alone(
         self,
         layer: int,
         q: _Floats,

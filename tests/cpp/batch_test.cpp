@@ -183,7 +183,7 @@ struct Machine {
         for (int reader = 0; reader < shape.readers; ++reader) {
             attention.attend(layer, reader, params, view(own.q, shape.n_head, shape.k_dim),
                              output.data(), 0);
-            attention.finish(0);
+            attention.commit_due(0);
         }
         return output;
     }

@@ -133,7 +133,7 @@ struct Sequence {
         attention.stage_k(0, view(k, kShape.n_head_kv, kShape.k_dim), 0, 1);
         attention.stage_v(0, view(v, kShape.n_head_kv, kShape.v_dim), 0, 1);
         attention.attend(0, 0, params, view(q, kShape.n_head, kShape.k_dim), output.data(), 0);
-        attention.finish(0);
+        attention.commit_due(0);
         machine.in_op = false;
         end += n;
         ::note(numbers, output);

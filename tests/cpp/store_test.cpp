@@ -398,7 +398,7 @@ void test_prediction_follows_the_positions_of_rope() {
         std::vector<float> output(index(kTokens * 2 * shape.v_dim));
         const std::vector<float> q(index(kTokens * 2 * shape.k_dim));
         attention.attend(0, 0, {}, view(q, 2, shape.k_dim), output.data(), 0);
-        attention.finish(0);
+        attention.commit_due(0);
         scores.push_back(importance_of(store.head(0, 0)));
         for (float& score : scores.back()) score = settings.importance.score_of(score);
     }

@@ -138,7 +138,7 @@ inline std::vector<float> attend_layer(Attention& attention, int layer, const La
         float* out = output.data() + reader * n_outputs;
         run_node(n_threads, [&](int t) {
             attention.attend(layer, reader, params, q, out, t);
-            attention.finish(t);
+            attention.commit_due(t);
         });
     }
     return output;

@@ -152,7 +152,7 @@ class _Run:
             stats.kv_bytes_now,
         )
         require(left == (0,) * 5, f"sessions, live, swapped, its bytes, bytes of the pool: {left}")
-        require(len(runner.shared._free_numbers) == runner.n_sequences, "slots are free")
+        require(len(runner.shared._free_places) == runner.n_sequences, "places are free")
         if self._fresh is not None:
             self._fresh.close()
 

@@ -17,7 +17,7 @@ from entropykv.llamacpp.model_options import LoadOptions
 from entropykv.server import ModelOptions
 from entropykv.server.chat.chat_request import ChatRequest
 from entropykv.server.dialects.responses import ResponsesRequest
-from entropykv.server.engine.answering import Answering, AnswerSlot
+from entropykv.server.engine.answering import Answering, AnswerLane
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.models.loaded_model import LoadedModel
 from entropykv.server.models.loading import load_model
@@ -53,10 +53,10 @@ def served(tiny_llama: Path, special: bool) -> Iterator[LoadedModel]:
 def tokens_of(model: LoadedModel, request: ChatRequest | ResponsesRequest) -> list[int]:
     """Answer a request; returns the tokens of its prompt."""
     cache = PrefixCache(model.pool, 1)
-    job = Answering(model, cache, AnswerSlot(0), lambda: None)
+    job = Answering(model, cache, AnswerLane(0), lambda: None)
     request.call(job)
-    assert job.slot.latest is not None
-    tokens = job.slot.latest.tokens[: job.n_prompt]
+    assert job.lane.latest is not None
+    tokens = job.lane.latest.tokens[: job.n_prompt]
     cache.close()
     return tokens
 

@@ -93,7 +93,7 @@ def of_server(template: str | None, sampling: dict[str, Any]) -> dict[str, list[
             for path, body in bodies.items():
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 200, answer.text
-                found[path] = app.state.engine.slots[0].latest.tokens
+                found[path] = app.state.engine.lanes[0].latest.tokens
         app.state.engine.close()
 
     asyncio.run(talk())
@@ -158,7 +158,7 @@ async def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: in
         answer = await client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         engine = app.state.engine
-        tokens_read, n_evicted = engine.slots[0].latest.tokens, engine.stats.evictions
+        tokens_read, n_evicted = engine.lanes[0].latest.tokens, engine.stats.evictions
     engine.close()
     assert tokens_read == expected[0][: len(tokens_read)]
     assert n_evicted == expected[1]

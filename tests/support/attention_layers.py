@@ -147,7 +147,9 @@ class Layer:
         self.store.track_entropy(True)
         rows: list[Any] = [(k, None if self.latent else v), *[(None, None)] * (self.readers - 1)]
         output = [
-            self.store.attend(0, q, *rows[i], position=position, reader=i, **options.arguments)
+            self.store.attend_alone(
+                0, q, *rows[i], position=position, reader=i, **options.arguments
+            )
             for i, q in enumerate(queries)
         ]
         self.importance = np.stack(

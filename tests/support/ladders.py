@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from entropykv.errors import ContextError, EntropyKVError
-from entropykv.session.generate import generate
+from entropykv.session.generate import generate_tokens
 from entropykv.session.recovery import Climb, Ladder
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.recovery import Recovery, Rung
@@ -171,7 +171,7 @@ def stopped_after(session: FakeSession, n: int | None, *arguments: Any) -> list[
     """
     yielded: list[int] = []
     start = session.position + len(arguments[0])
-    with closing(generate(session, *arguments)) as stream:
+    with closing(generate_tokens(session, *arguments)) as stream:
         for token in itertools.islice(stream, n):
             yielded.append(token)
             # Tokens that were yielded must not change any more.

@@ -94,7 +94,7 @@ class Layers:
         )
         v *= 1 + np.arange(n_head_kv, dtype=np.float32)[:, None] * 2
         options = Options((0.02 if layer == self.quiet else 2) * k_dim**-0.5)
-        self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        self.store.attend_alone(layer, q, k, v, options.scale, position=self.position)
         group = n_head // n_head_kv
         oracles = [self.heads[layer, head] for head in range(n_head_kv)]
         results = [

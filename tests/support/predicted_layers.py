@@ -118,7 +118,7 @@ class PredictedLayer:
         value = None if self.shape.latent else v
         for reader in range(self.shape.readers):
             keys, values = (k, value) if reader == 0 else (None, None)
-            self.core.attend(
+            self.core.attend_alone(
                 0, q[reader], keys, values, SCALE, position=position, reader=reader, n_echo=n_echo
             )
         self.batches.append(Batch(position, n_text, q, k, v))

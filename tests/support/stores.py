@@ -93,7 +93,7 @@ class WithOracle:
         v = normal((n_tokens, n_head_kv, v_dim), np.float32)
         window, chunked = self.window(layer)
         options = Options(k_dim**-0.5, window=window, chunked=chunked)
-        output = self.store.attend(layer, q, k, v, options.scale, position=self.position)
+        output = self.store.attend_alone(layer, q, k, v, options.scale, position=self.position)
         group = n_head // n_head_kv
         for head in range(n_head_kv):
             heads = slice(head * group, (head + 1) * group)

@@ -153,12 +153,12 @@ def test_what_is_no_json_is_refused(text: str) -> None:
 
 
 def test_a_request_may_have_so_many_jobs() -> None:
-    admission = Admission(Limits(max_jobs=10, max_waiting=100), n_slots=2)
+    admission = Admission(Limits(max_jobs=10, max_waiting=100), n_lanes=2)
     admission.check(10)
     with pytest.raises(RequestError, match="asks for 11 choices") as caught:
         admission.check(11)
     assert caught.value.status_code == 400
-    few = Admission(Limits(max_jobs=10, max_waiting=4), n_slots=2)
+    few = Admission(Limits(max_jobs=10, max_waiting=4), n_lanes=2)
     few.check(6)
     with pytest.raises(RequestError, match="6 are the most here"):
         few.check(7)  # Status 429 would make the client try again forever.
@@ -175,7 +175,7 @@ def test_prompts_times_n_are_jobs() -> None:
 
 
 def test_waiting_is_counted_in_jobs() -> None:
-    admission = Admission(Limits(max_waiting=4), n_slots=2)
+    admission = Admission(Limits(max_waiting=4), n_lanes=2)
     with admission.jobs_of(5):
         with admission.jobs_of(1):
             assert admission.jobs == 6

@@ -84,7 +84,7 @@ def test_layers_that_attend_to_the_same_entries(
 def test_readers_that_a_layer_does_not_have_are_refused(reader: int) -> None:
     layer = Layer(KERNELS[0], "f16", readers=2)
     with pytest.raises(ValueError, match="a reader that the layer does not have"):
-        layer.store.attend(0, layer.normal(3, 4, 64), None, None, 0.125, reader=reader)
+        layer.store.attend_alone(0, layer.normal(3, 4, 64), None, None, 0.125, reader=reader)
 
 
 @each_kernel
@@ -233,7 +233,7 @@ def test_huge_keys_and_values_are_stored_finite(kernel: str, kv_type: str, size:
     layer = Layer(kernel, kv_type, n_head_kv=1, group=1, k_dim=32, v_dim=32)
     ones = np.ones((2, 1, 32), np.float32)
     signs = np.array([1.0, -1.0], np.float32)[:, None, None]
-    output = layer.store.attend(0, ones, ones * signs * size, ones * signs * size, 32**-0.5)
+    output = layer.store.attend_alone(0, ones, ones * signs * size, ones * signs * size, 32**-0.5)
     if kv_type == "q8_0/iq4_nl":
         # A zero of a rotated block is off by 1/127 of its scale, and the scale limits the sum.
         assert np.isfinite(output).all()
@@ -241,7 +241,7 @@ def test_huge_keys_and_values_are_stored_finite(kernel: str, kv_type: str, size:
         np.testing.assert_allclose(output.mean(), min(size, most), rtol=1e-2)
     else:
         np.testing.assert_allclose(output, np.full((2, 1, 32), largest), rtol=1e-3)
-    later = layer.store.attend(0, -ones[:1], ones[:1], ones[:1], 32**-0.5, position=2)
+    later = layer.store.attend_alone(0, -ones[:1], ones[:1], ones[:1], 32**-0.5, position=2)
     assert np.isfinite(later).all()
     if kv_type != "q8_0/iq4_nl":
         np.testing.assert_allclose(later, np.full((1, 1, 32), -largest), rtol=1e-3)
@@ -303,7 +303,7 @@ def test_rows_of_another_shape_are_refused(wrong: str) -> None:
         "v_dim": (q, k, layer.normal(3, 2, 65)),
     }
     with pytest.raises(ValueError, match=r"\[n_tokens\]\[heads\]\[dim\]"):
-        layer.store.attend(0, *bad[wrong], 0.125)
+        layer.store.attend_alone(0, *bad[wrong], 0.125)
     assert layer.store.entries == 0
 
 

@@ -48,7 +48,7 @@ def attend(store: Store, n_tokens: int, **changes: Any) -> Any:
         "scale": 0.25,
         "position": 0,
     }
-    return store.attend(**(arguments | changes))
+    return store.attend_alone(**(arguments | changes))
 
 
 NO_KEYS = {"k": None, "v": None}

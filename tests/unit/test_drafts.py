@@ -64,7 +64,9 @@ class Text:
             k, v = np.concatenate([k, wrong]), np.concatenate([v, wrong])
             q = np.concatenate([q, np.repeat(wrong, GROUP, axis=1)])
         n_drafts = len(k) - 1 if drafts else 0
-        output = self.store.attend(0, q, k, v, SCALE, position=self.position, n_drafts=n_drafts)
+        output = self.store.attend_alone(
+            0, q, k, v, SCALE, position=self.position, n_drafts=n_drafts
+        )
         if n_drafts:
             self.store.settle_drafts(n - 1)
         self.position += n

@@ -68,7 +68,7 @@ class Text:
         k, v = self.rows(n, N_HEAD_KV), self.rows(n, N_HEAD_KV)
         arguments = Options(SCALE, **options).arguments
         outputs = [
-            self.store.attend(
+            self.store.attend_alone(
                 0,
                 q,
                 *((k, v) if reader == 0 else (None, None)),
@@ -145,7 +145,7 @@ def test_entropies_are_those_of_the_text_alone() -> None:
         k = text.rows(160, N_HEAD_KV)
         q = text.rows(160, N_HEAD_KV * GROUP)
         n = 70 + n_echo
-        text.store.attend(0, q[:n], k[:n], k[:n], SCALE, n_echo=n_echo)
+        text.store.attend_alone(0, q[:n], k[:n], k[:n], SCALE, n_echo=n_echo)
     plain, echoed = (text.store for text in both)
     np.testing.assert_allclose(echoed.entropies(0), plain.entropies(0), rtol=1e-5)
     assert echoed.row_entropies(0).shape == (70, N_HEAD_KV * GROUP)
@@ -160,7 +160,7 @@ def test_the_budget_holds_what_the_echo_looked_for() -> None:
         k[position, :, number] = 20.0
         q[100 + number, :, number] = 20.0  # Each of these is a query of the echo.
     q[60:70, :, 8], k[12:20, :, 8] = 20.0, 20.0  # These queries are of the text, and do not count.
-    text.store.attend(0, q, k, k, SCALE, n_echo=40)
+    text.store.attend_alone(0, q, k, k, SCALE, n_echo=40)
     for head in range(N_HEAD_KV):
         kept = text.store.positions(0, head)
         assert len(kept) == budget
@@ -188,7 +188,7 @@ def test_an_echo_is_a_part_of_the_tokens(n_echo: int, n_tokens: int) -> None:
     text = Text(KERNELS[0], "f16")
     rows = text.rows(n_tokens, N_HEAD_KV)
     with pytest.raises(ValueError, match="echo"):
-        text.store.attend(
+        text.store.attend_alone(
             0, text.rows(n_tokens, N_HEAD_KV * GROUP), rows, rows, SCALE, n_echo=n_echo
         )
 
@@ -253,9 +253,9 @@ def test_losses_of_an_echo_alone_are_relative_to_its_outputs() -> None:
         )
         store.set_budgets([MAX_ENTRIES] * N_HEAD_KV, 1000, 4, 4)
         sized = v * np.float32(size)
-        store.attend(0, q[:70], k[:70], sized[:70], SCALE)
+        store.attend_alone(0, q[:70], k[:70], sized[:70], SCALE)
         store.measure_losses([0, 8, 30])
-        store.attend(0, q[70:], k[70:], sized[70:], SCALE, position=70, n_echo=90)
+        store.attend_alone(0, q[70:], k[70:], sized[70:], SCALE, position=70, n_echo=90)
         losses.append(store.losses())
     assert losses[0].min() > 0.0
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-2)

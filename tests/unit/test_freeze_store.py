@@ -141,7 +141,7 @@ def test_frozen_keys_turn_as_active_ones_do(where: str) -> None:
             store.set_budgets([200], pages_of([200], "f16", ONE), N_SINKS, RECENT)
             for first in range(0, 100, 20):
                 rows = slice(first, first + 20)
-                store.attend(0, q[rows], k[rows, :1], v[rows, :1], 0.2, position=first)
+                store.attend_alone(0, q[rows], k[rows, :1], v[rows, :1], 0.2, position=first)
         stores[0].freeze_all(99)
         for store in stores:
             store.rebase(params[:1], N_SINKS, 0, 30)
@@ -183,8 +183,8 @@ def test_no_room_changes_nothing() -> None:
     # The file is closed, so that nothing can be allocated in it.
     rows = np.ones((30, 2, 32), np.float32)
     with pytest.raises(_core.ColdStorageError):
-        store.attend(0, rows, rows[:, :1], rows[:, :1], 1.0)
+        store.attend_alone(0, rows, rows[:, :1], rows[:, :1], 1.0)
     assert (store.entries, store.frozen, store.evicted) == (0, 0, 0)
     store.stop_freezing()
-    store.attend(0, rows, rows[:, :1], rows[:, :1], 1.0)
+    store.attend_alone(0, rows, rows[:, :1], rows[:, :1], 1.0)
     assert (store.entries, store.evicted) == (20, 10)

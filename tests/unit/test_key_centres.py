@@ -146,7 +146,7 @@ def test_who_stays_does_not_depend_on_centres(measure: str) -> None:
         store = store_of(of, measure, by_values=True)
         position = 0
         for q, k, v in texts:
-            store.attend(0, q, k + bias, v, 32**-0.5, position=position)
+            store.attend_alone(0, q, k + bias, v, 32**-0.5, position=position)
             position += len(q)
         kept.append([store.positions(0, head) for head in range(2)])
     for ours, theirs in zip(*kept, strict=True):
@@ -160,7 +160,7 @@ def test_rows_are_keys_as_they_were_also_at_other_positions() -> None:
     store = store_of(centres(bias), "mass")
     k = random.standard_normal((30, 2, 32), dtype=np.float32) + bias
     q = random.standard_normal((30, 4, 32), dtype=np.float32)
-    store.attend(0, q, k, k, 0.1)
+    store.attend_alone(0, q, k, k, 0.1)
     rope = reference.Rope(32, neox=True, freq_base=1e6)
     for shift in (0, 7):
         if shift:

@@ -64,7 +64,9 @@ class Layer:
         options = Options(self.k_dim**-0.5)
         rows: list[Any] = [(k, None if self.latent else v), *[(None, None)] * (self.readers - 1)]
         outputs = [
-            self.store.attend(0, q, keys, values, options.scale, position=self.position, reader=i)
+            self.store.attend_alone(
+                0, q, keys, values, options.scale, position=self.position, reader=i
+            )
             for i, (q, (keys, values)) in enumerate(zip(queries, rows, strict=True))
         ]
         for number, head in enumerate(self.heads):

@@ -159,7 +159,7 @@ def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
         all_k = np.concatenate([all_k, stored(k, kv_type)])
         all_v = np.concatenate([all_v, stored_values(v, kv_type)])
         expected = attend_layer(q, all_k, all_v, done, options)
-        store.attend(0, q, k, v, scale=0.2, sinks=sinks, position=done)
+        store.attend_alone(0, q, k, v, scale=0.2, sinks=sinks, position=done)
         done += n
         rows = store.row_entropies(0)
         assert rows.shape == (n, 6)
@@ -182,7 +182,7 @@ def test_rows_of_the_last_micro_batch(kv_type: str, with_sinks: bool) -> None:
 def test_what_was_not_observed_is_refused() -> None:
     store = store_of("f16")
     zeros = np.zeros((3, 6, 40), np.float32)
-    store.attend(0, zeros, zeros[:, :2], np.zeros((3, 2, 24), np.float32), scale=1.0)
+    store.attend_alone(0, zeros, zeros[:, :2], np.zeros((3, 2, 24), np.float32), scale=1.0)
     with pytest.raises(ValueError, match="not tracked"):
         store.row_entropies(0)
     with pytest.raises(ValueError, match="not captured"):

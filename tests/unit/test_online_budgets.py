@@ -45,7 +45,7 @@ def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] |
             if loud is not None and loud[0] == layer:
                 q[:, loud[1] * group : (loud[1] + 1) * group, 0] = 0.0
             v = random.standard_normal((n, n_head_kv, v_dim), np.float32)
-            store.attend(layer, q, k, v, k_dim**-0.5, position=position)
+            store.attend_alone(layer, q, k, v, k_dim**-0.5, position=position)
             if loud is None:
                 entropies[layer] += store.row_entropies(layer).mean(axis=1).tolist()
         position += n

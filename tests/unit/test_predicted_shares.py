@@ -113,7 +113,7 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
     alone.core.rebase([_core.RopeParams(**alone.rope._asdict())], N_SINKS, 0, 0)
     before, far = alone.given(0), np.full((20, 2, 64), 0.0, np.float32)
     queries, far[:] = np.full((20, 4, 64), 3.0, np.float32), 3.0
-    alone.core.attend(0, queries, far, far, 1.0, position=60)
+    alone.core.attend_alone(0, queries, far, far, 1.0, position=60)
     np.testing.assert_allclose(alone.given(0)[:60], before * 0.8**20, rtol=GIVEN_RTOL, atol=1e-6)
     assert given.max() > 0.0
 
@@ -127,7 +127,7 @@ def test_losses_and_evictions_go_by_both_parts() -> None:
     q = np.zeros((140, 4, 64), np.float32)
     k[20, :, 0], q[70, :, 0] = 30.0, 30.0  # A query of the text attends to this key.
     k[25, :, 1], q[110, :, 1] = 30.0, 30.0  # A query of the echo attends to this key.
-    store.core.attend(0, q, k, k, 1.0, n_echo=60)
+    store.core.attend_alone(0, q, k, k, 1.0, n_echo=60)
     for head in range(2):
         kept = set(store.core.positions(0, head).tolist())
         assert {20, 25, 76, 77, 78, 79} | set(range(N_SINKS)) <= kept
@@ -305,7 +305,7 @@ def test_a_smaller_limit_of_frozen_entries_drops_those_of_small_scores() -> None
     for half, log in enumerate((-0.1, -12.0)):
         weights[:, -1], k[:, :, 0] = log, 8.0 * half
         store.core.set_predictor(0, weights)
-        store.core.attend(0, q, k, k, 1.0, position=240 * half)
+        store.core.attend_alone(0, q, k, k, 1.0, position=240 * half)
     store.core.freeze_all(479)
     states = [bytearray(store.core.save_head(0, head)) for head in range(2)]
     limit = store.core.cold_bytes * 6 // 10

@@ -94,7 +94,7 @@ def test_what_is_no_number_gets_the_least_score() -> None:
     store.core.set_predictor(0, store.weights())
     rows = np.ones((4, 2, 64), np.float32)
     rows[1, 0, 5], rows[2, 0, 7] = np.nan, np.inf
-    store.core.attend(0, np.ones((4, 4, 64), np.float32), rows, np.ones_like(rows), 1.0)
+    store.core.attend_alone(0, np.ones((4, 4, 64), np.float32), rows, np.ones_like(rows), 1.0)
     scores = store.core.importance(0, 0)
     assert np.isfinite(scores).all()
     assert scores[1] == pytest.approx(1e-6, rel=SHARE_ROUNDING)
@@ -236,7 +236,7 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     store = _core.HeadwiseStore([shape], "f16", importance.settings(), 4, 4, 16, 64, 1)
     store.set_budgets([64] * 2, 8, 4, 4)
     rows = np.ones((9, 2, 64), np.float32)
-    store.attend(0, np.ones((9, 4, 64), np.float32), rows, rows, 1.0)
+    store.attend_alone(0, np.ones((9, 4, 64), np.float32), rows, rows, 1.0)
     assert store.predicted_shares(0, 0).shape == (9,)
 
 

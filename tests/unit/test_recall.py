@@ -47,7 +47,7 @@ def store_with_a_needle(
     for first in range(0, n_read, MAX_TOKENS):
         rows = slice(first, min(first + MAX_TOKENS, n_read))
         n = rows.stop - rows.start
-        store.attend(0, q[:n], k[rows], v[rows], 1.0, position=first)
+        store.attend_alone(0, q[:n], k[rows], v[rows], 1.0, position=first)
     assert needle in store.frozen_positions(0, 0)
     return store, k, v
 
@@ -70,7 +70,7 @@ def test_what_a_query_looks_for_is_there_in_the_same_step(
         q = np.zeros((n_tokens, 2, 32), np.float32)
         q[..., 3] = 4.0
         more_k, more_v = np.full((2, n_tokens, 1, 32), 0.1, np.float32)
-        output = store.attend(0, q, more_k, more_v, 1.0, softcap=softcap, position=240)
+        output = store.attend_alone(0, q, more_k, more_v, 1.0, softcap=softcap, position=240)
         active = store.positions(0, 0)
         assert needle in active
         assert needle not in store.frozen_positions(0, 0)
@@ -99,7 +99,7 @@ def test_what_a_query_looks_for_counts_with_its_distance(
     q = np.zeros((n_tokens, 2, 32), np.float32)
     q[..., 3] = 4.0
     more = np.full((n_tokens, 1, 32), 0.1, np.float32)
-    output = store.attend(0, q, more, more, 1.0, position=240, slopes=slopes)
+    output = store.attend_alone(0, q, more, more, 1.0, position=240, slopes=slopes)
     active = store.positions(0, 0)
     assert (needle in active) == found
     k, v = np.concatenate([k, more]), np.concatenate([v, more])
@@ -117,14 +117,14 @@ def test_single_tokens_look_for_frozen_entries_at_intervals(interval: int) -> No
     row = np.full((1, 1, 32), 0.1, np.float32)
     found = []
     for position in range(241, 249):
-        store.attend(0, q, row, row, 1.0, position=position)
+        store.attend_alone(0, q, row, row, 1.0, position=position)
         found.append(60 in store.positions(0, 0))
     expected = [interval > 0 and position >= 244 for position in range(241, 249)]
     assert found == expected
     store, _, _ = store_with_a_needle(240, 80, 60, freeze_settings(recall=4))
     store.set_budgets([140], pages_of([140], "f16", ONE), N_SINKS, RECENT)
     store.recalls_now = True
-    store.attend(0, q, row, row, 1.0, position=241)
+    store.attend_alone(0, q, row, row, 1.0, position=241)
     assert 60 in store.positions(0, 0)
 
 
@@ -151,7 +151,7 @@ def test_recall_leaves_alone_what_the_schedule_would_freeze_again(measure: _core
     query[..., 0] = 1.0
     for position in range(60):
         key = query * (0.0 if position % 2 else np.log(5.0))
-        store.attend(0, query, key, np.ones((1, 1, 32), np.float32), 1.0, position=position)
+        store.attend_alone(0, query, key, np.ones((1, 1, 32), np.float32), 1.0, position=position)
     assert store.frozen_total > 10
     assert store.recalled_total == 0
 
@@ -173,12 +173,12 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     keys[:N_SINKS, ..., 0] = 10.0
     nothing = np.zeros((1, 2, 32), np.float32)
     for position in range(40):
-        store.attend(0, nothing, keys[position], row, 1.0, position=position)
+        store.attend_alone(0, nothing, keys[position], row, 1.0, position=position)
     assert store.count(0, 0) > 32
     before = store.recalled_total
     looking = nothing.copy()
     looking[0, :, 0] = 10.0  # Both queries attend only to the sinks.
-    store.attend(0, looking, row, row, 1.0, position=40)
+    store.attend_alone(0, looking, row, row, 1.0, position=40)
     assert store.recalled_total == before
 
 

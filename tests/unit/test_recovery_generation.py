@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 from entropykv.cli.answer import Answer, write_answer
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
-from entropykv.session.generate import generate
+from entropykv.session.generate import generate_tokens
 from entropykv.session.recovery import Climb, Ladder, _Distribution, _Running
 from entropykv.settings.recovery import Recovery, Rung
 from entropykv.settings.sampling import Sampling
@@ -77,7 +77,7 @@ def run(options: dict[str, Any], sampling: Sampling, recovery: Recovery | None) 
     yielded: list[int] = []
     error = None
     prompt = list(range(n_prompt))
-    with closing(generate(session, prompt, options["max_tokens"], sampling)) as stream:
+    with closing(generate_tokens(session, prompt, options["max_tokens"], sampling)) as stream:
         try:
             yielded.extend(itertools.islice(stream, options["stop"]))
         except ContextError as raised:
@@ -177,7 +177,7 @@ def test_climbs_are_reported_and_counted() -> None:
 
 def test_without_recovery_there_is_no_ladder() -> None:
     session = FakeSession(planned(set(range(10, 100))))
-    with closing(generate(session, [1, 2, 3], 60, GREEDY)) as stream:
+    with closing(generate_tokens(session, [1, 2, 3], 60, GREEDY)) as stream:
         for n, _ in enumerate(stream):
             assert session.position == 3 + n
     assert not session.thaws
@@ -187,7 +187,7 @@ def test_without_recovery_there_is_no_ladder() -> None:
 @pytest.mark.parametrize(("rewalk", "ahead"), [(0, 0), (1, 1), (8, 8)])
 def test_as_many_tokens_are_held_back_as_a_rewalk_takes(rewalk: int, ahead: int) -> None:
     session = FakeSession(planned(set()), Recovery(rewalk=rewalk))
-    with closing(generate(session, [1, 2, 3], 60, GREEDY)) as stream:
+    with closing(generate_tokens(session, [1, 2, 3], 60, GREEDY)) as stream:
         for n, _ in enumerate(itertools.islice(stream, 40)):
             assert session.position == 3 + n + ahead
 
@@ -226,7 +226,7 @@ def test_the_last_yielded_token_is_not_read_where_recovery_fails(
     )
     yielded: list[int] = []
     with pytest.raises(EntropyKVError, match="failed"):
-        yielded.extend(generate(session, [1, 2, 3], 60, GREEDY))
+        yielded.extend(generate_tokens(session, [1, 2, 3], 60, GREEDY))
     assert len(yielded) == n_yielded
     assert session.tokens == [1, 2, 3, *yielded[:-1]]
 
@@ -268,7 +268,7 @@ def test_random_numbers_go_on_after_a_rewalk() -> None:
 
 def test_a_late_close_leaves_alone_what_was_read_since() -> None:
     session = FakeSession(planned(set()), Recovery())
-    stream = generate(session, [1, 2, 3], 60, GREEDY)
+    stream = generate_tokens(session, [1, 2, 3], 60, GREEDY)
     next(stream)
     session.text.truncate(2)
     list(session.reader.read(range(40, 60), all_logits=False))

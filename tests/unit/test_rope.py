@@ -66,7 +66,7 @@ class Filled:
         q = self.random.normal(size=self.keys.shape).astype(np.float32)
         v = self.random.normal(size=(n, 2, 8)).astype(np.float32)
         self.store.begin(n, position, position)
-        self.store.attend(0, q, self.keys, v, scale=0.1, position=position)
+        self.store.attend_alone(0, q, self.keys, v, scale=0.1, position=position)
 
     def rows(self, head: int) -> tuple[npt.NDArray[np.int32], Floats, Floats, Floats]:
         return self.store.rows(0, head)
@@ -148,7 +148,7 @@ def test_layers_turn_each_by_their_own_parameters() -> None:
         rows = [
             random.normal(size=(20, 1, d)).astype(np.float32) for d in (shape.k_dim,) * 2 + (8,)
         ]
-        store.attend(layer, rows[0], rows[1], rows[2], scale=0.1, position=30)
+        store.attend_alone(layer, rows[0], rows[1], rows[2], scale=0.1, position=30)
         before.append(store.rows(layer, 0)[2])
     store.rebase([core_rope(rope) for rope in chain], 4, 0, 10)
     for layer, rope in enumerate(chain):

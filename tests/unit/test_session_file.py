@@ -274,7 +274,7 @@ def store_of(kv_type: str, k_dim: int, v_dim: int, latent: bool) -> _core.Headwi
     for n in (40, 30, 1, 1, 20, 1):
         store.begin(n, position, position)
         v = None if latent else rows(n, 1, v_dim)
-        store.attend(0, rows(n, 2, k_dim), rows(n, 1, k_dim), v, 0.3, position=position)
+        store.attend_alone(0, rows(n, 2, k_dim), rows(n, 1, k_dim), v, 0.3, position=position)
         position += n
     return store
 

@@ -28,7 +28,7 @@ def read(store, begin, end):
     random = np.random.default_rng(begin)
     for position in range(begin, end, STEP):
         rows = random.standard_normal((STEP, 1, DIM), np.float32)
-        store.attend(0, rows, rows, rows, DIM**-0.5, position=position)
+        store.attend_alone(0, rows, rows, rows, DIM**-0.5, position=position)
 
 pool = _core.SequencePool([shape], "f16", STEP, 2)
 pool.set_pages(PAGES)

@@ -252,7 +252,7 @@ def test_memory_goes_back_after_a_large_shrink() -> None:
     assert store.mapped_bytes == 0  # No memory is allocated before it is needed.
     rows = np.ones((512, 1, 128), np.float32)
     for position in range(0, 16_384, 512):
-        store.attend(0, rows, rows, rows, 0.0, position=position)
+        store.attend_alone(0, rows, rows, rows, 0.0, position=position)
     full = store.mapped_bytes
     assert full >= 16_384 * 512 > 3 * 2**20
     store.set_budgets([1000], _core.pages_for(1000, per_page), N_SINKS, RECENT)
@@ -313,7 +313,7 @@ def test_the_entries_with_most_attention_are_kept() -> None:
     k[[9, 17, 60], 0, 0] = 30.0
     q = np.zeros((80, 1, 32), np.float32)
     q[..., 0] = 1.0
-    store.attend(0, q, k, k, 1.0)
+    store.attend_alone(0, q, k, k, 1.0)
     assert store.positions(0, 0).tolist() == [0, 1, 2, 9, 17, *range(74, 80)]
     assert store.evicted == 80 - FLOOR - 2
 
@@ -333,7 +333,7 @@ def test_attention_to_a_small_value_counts_less_by_values(by_values: bool, kept:
     k[[9, 17], 0, 0] = 4.0, 3.0
     v = np.ones((80, 1, 32), np.float32)
     v[9] = 0.01
-    store.attend(0, np.ones_like(k), k, v, 1.0)
+    store.attend_alone(0, np.ones_like(k), k, v, 1.0)
     assert kept in store.positions(0, 0)
 
 
@@ -345,7 +345,7 @@ def test_decoding_evicts_for_several_tokens_at_once() -> None:
     row = np.ones((1, 1, 32), np.float32)
     counts = []
     for position in range(100):
-        store.attend(0, row, row, row, 1.0, position=position)
+        store.attend_alone(0, row, row, row, 1.0, position=position)
         counts.append(store.entries)
     assert counts[: budget + 1] == [*range(1, budget + 1), budget - 9]
     assert max(counts) == budget

@@ -19,7 +19,7 @@ from entropykv import system
 from entropykv.cli.options import integer, utf8
 from entropykv.cli.terminal import InterruptionError, noted_interrupts, say
 from entropykv.errors import SettingsError
-from entropykv.generation.events import AnswerPiece, Ended, generate
+from entropykv.generation.events import AnswerPiece, Ended, generate_events
 from entropykv.generation.prompt import GenerationRequest
 from entropykv.session.session import Session
 from entropykv.settings import flags
@@ -234,7 +234,9 @@ def write_answer(
 
         try:
             # Close the generator at once; otherwise it would read tokens that were never shown.
-            with contextlib.closing(generate(session, request, on_prompt=on_prompt)) as events:
+            with contextlib.closing(
+                generate_events(session, request, on_prompt=on_prompt)
+            ) as events:
                 begun = not to_question
                 for event in events:
                     if isinstance(event, Ended):

@@ -47,7 +47,7 @@ from entropykv.errors import (
     SessionFileError,
     SettingsError,
 )
-from entropykv.generation.events import AnswerPiece, Ended, Event, generate
+from entropykv.generation.events import AnswerPiece, Ended, Event, generate_events
 from entropykv.generation.prompt import GenerationRequest, Prompt, infill_prompt, shown_prompt
 from entropykv.generation.resuming import as_held, resume
 from entropykv.llamacpp.foreign_text import MARK, without_names
@@ -627,11 +627,11 @@ class EntropyLlama(llama_cpp.Llama):
             if self._logits_all:
                 self._read(request.prompt.tokens[n_cached:])
                 n_cached = len(request.prompt.tokens)
-            # generate() records the prompt's log probabilities only while it reads the prompt.
+            # generate_events() records log probabilities of the prompt only while it reads it.
             if self._logits_all and request.prompt_logprobs:
                 self._session.text.truncate(0)
                 n_cached = 0
-            answer = generate(
+            answer = generate_events(
                 self._session,
                 request,
                 n_cached=n_cached,

@@ -77,7 +77,7 @@ class Ended:
 Event = PromptRead | AnswerPiece | Ended
 
 
-def generate(
+def generate_events(
     session: Session,
     request: GenerationRequest,
     *,

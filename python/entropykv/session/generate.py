@@ -313,7 +313,7 @@ ALONE = Companions()
 _Result = TypeVar("_Result")
 
 
-def generate(
+def generate_tokens(
     session: Decoder,
     tokens: Sequence[int],
     max_tokens: int,
@@ -345,7 +345,7 @@ def write_tokens(
     session: Decoder, chooser: Chooser, max_tokens: int, *, penalised_from: int = 0
 ) -> Generator[int, None, None]:
     """Yield tokens that follow the text that a session has read, at most `max_tokens`; -1: no
-    limit. See generate().
+    limit. See generate_tokens().
 
     Penalties consider the tokens of the text from the position `penalised_from` on.
     """

@@ -20,7 +20,7 @@ from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.draft_model import open_draft_model
 from entropykv.session.drafting import DraftCounts
-from entropykv.session.generate import generate
+from entropykv.session.generate import generate_tokens
 from entropykv.session.images import ImageLimits, Images
 from entropykv.session.kept_texts import KeptText
 from entropykv.session.model_runner import ModelRunner
@@ -269,7 +269,7 @@ class Session:
         temperature 0, sampling is greedy and does not depend on `seed`. Raises SettingsError for
         impossible sampling, ContextError for `max_tokens` 0, and the errors of decode().
         """
-        return self._resting(generate(self, tokens, max_tokens, Sampling(**sampling)))
+        return self._resting(generate_tokens(self, tokens, max_tokens, Sampling(**sampling)))
 
     def _resting(self, stream: Generator[int, None, None]) -> Generator[int, None, None]:
         """Yield tokens unchanged; at the end, tell the pool not to wait for more.

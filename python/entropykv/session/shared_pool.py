@@ -459,7 +459,7 @@ class SharedPool:
         self._slots = slots
         self._is_waiting = is_waiting
         self._n_sequences = config.options.n_sequences or 1
-        self._free_numbers = list(range(self._n_sequences))
+        self._free_places = list(range(self._n_sequences))
         self.evicted_by_gone = 0
         """How many entries were evicted from sequences that no longer exist."""
         self.n_let_go = 0
@@ -536,7 +536,7 @@ class SharedPool:
         content if it is still needed.
         """
         slot.pooled.set_aside()
-        self._free_numbers.append(slot.store.sequence)
+        self._free_places.append(slot.store.sequence)
         slot.live = False
 
     def swap_out(self, slot: SequenceSlot) -> None:
@@ -596,7 +596,7 @@ class SharedPool:
         have room, then shrink the shares of all. Raises PoolError if that does not make room.
         """
         full = self._swap_out_idle(slot, now)
-        while not self._free_numbers or not self._shares.are_possible([*self.live, slot]):
+        while not self._free_places or not self._shares.are_possible([*self.live, slot]):
             if full is None or not self.let_go():
                 self.share()
                 raise full or PoolError(
@@ -606,9 +606,9 @@ class SharedPool:
             full = self._swap_out_idle(slot, now)
         # The least number is taken, because sequences with neighbouring places can attend together
         # on a device.
-        number = min(self._free_numbers)
+        number = min(self._free_places)
         slot.pooled.take_place(number)
-        self._free_numbers.remove(number)
+        self._free_places.remove(number)
         slot.live = True
         slot.last_step = now
         try:
@@ -626,7 +626,7 @@ class SharedPool:
         Returns the error that ended this early, or None.
         """
         for each in self._idle(now):
-            has_place = slot.live or bool(self._free_numbers)
+            has_place = slot.live or bool(self._free_places)
             if has_place and self._shares.hold_all_whole(list({slot, *self.live})):
                 break
             if each is not slot and not self._is_waiting(each):

@@ -43,7 +43,7 @@ class Options:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of HeadwiseStore.attend(); the window belongs to the layer."""
+        """Return the arguments of HeadwiseStore.attend_alone(); the window belongs to the layer."""
         names = ("scale", "softcap", "sinks", "slopes")
         return {name: getattr(self, name) for name in names}
 

@@ -115,7 +115,7 @@ class LlamaServerWriter:
             "content": text,
             "tokens": [*tokens],
             "stop": False,
-            "id_slot": job.slot.number,
+            "id_slot": job.lane.number,
             "tokens_predicted": job.n_written,
             "tokens_evaluated": job.n_prompt,
         }
@@ -134,7 +134,7 @@ class LlamaServerWriter:
         kind = "word" if stop is not None else "limit" if is_cut else "eos"
         return {
             "index": 0,
-            "id_slot": job.slot.number,
+            "id_slot": job.lane.number,
             "stop": True,
             "model": self._name,
             "tokens_predicted": job.n_written,

@@ -67,7 +67,7 @@ def llama_server_routes(models: ModelRegistry) -> APIRouter:
     async def slots(request: Request, model: Name | None = None) -> list[dict[str, Any]]:
         engine = models.engine_of(model)
         user = user_of(request.scope)
-        return [_slot(engine, number, user) for number in range(len(engine.slots))]
+        return [_slot(engine, number, user) for number in range(len(engine.lanes))]
 
     @router.get("/lora-adapters")
     async def adapters() -> list[Any]:
@@ -193,7 +193,7 @@ def _props(engine: Engine) -> dict[str, Any]:
                 **{n: model.request_defaults.get(n, getattr(defaults, n)) for n in sampling},
             },
         },
-        "total_slots": len(engine.slots),
+        "total_slots": len(engine.lanes),
         "model_alias": model.name,
         "model_path": model.model.geometry.path.name,  # Clients must not learn the folder.
         "modalities": {"vision": model.images is not None, "audio": False},
@@ -210,7 +210,7 @@ def _slot(engine: Engine, number: int, user: str) -> dict[str, Any]:
     Of another user's request, it shows only that the slot is busy, because lengths reveal what is
     asked.
     """
-    answering = engine.running.get(engine.slots[number])
+    answering = engine.running.get(engine.lanes[number])
     own = answering if answering is not None and answering.caller.user == user else None
     return {
         "id": number,

@@ -96,17 +96,17 @@ class Admission:
     It must be called only from the event loop.
     """
 
-    def __init__(self, limits: Limits, n_slots: int) -> None:
-        """Start without any request; `n_slots` jobs run at a time."""
+    def __init__(self, limits: Limits, n_lanes: int) -> None:
+        """Start without any request; `n_lanes` jobs run at a time."""
         self.limits = limits
         self.jobs = 0
         """How many jobs wait or run."""
-        self._n_slots = n_slots
+        self._n_lanes = n_lanes
         self._bytes = 0
 
     def check(self, n_jobs: int) -> None:
         """Raise RequestError (400) for a request of more jobs than are ever admitted at once."""
-        most = min(self.limits.max_jobs, self._n_slots + self.limits.max_waiting)
+        most = min(self.limits.max_jobs, self._n_lanes + self.limits.max_waiting)
         if n_jobs > most:
             raise RequestError(
                 400,
@@ -121,7 +121,7 @@ class Admission:
 
         Raises RequestError (429) if more than --max-waiting would wait.
         """
-        self.check_waiting(self.jobs + n_jobs - self._n_slots)
+        self.check_waiting(self.jobs + n_jobs - self._n_lanes)
         self.jobs += n_jobs
         try:
             yield

@@ -13,7 +13,7 @@ from typing import Any
 from entropykv.constraint.constraint import Constraint
 from entropykv.constraint.trial import Trials
 from entropykv.errors import EntropyKVError, PoolError, SessionFileError, SettingsError
-from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate
+from entropykv.generation.events import AnswerPiece, Ended, Event, PromptRead, generate_events
 from entropykv.generation.prompt import GenerationRequest, check_room
 from entropykv.generation.resuming import as_held, resume, spelled_on
 from entropykv.server.engine.prefix_cache import PrefixCache
@@ -49,7 +49,7 @@ class AskedDocument:
 
 @dataclass
 class Totals:
-    """Count tokens and seconds of one slot."""
+    """Count tokens and seconds of one lane."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -74,20 +74,22 @@ class Totals:
 
 
 COUNTS = [each.name for each in fields(Totals) if each.name != "climbs"]
-"""The names of the figures that are sums over all slots."""
+"""The names of the figures that are sums over all lanes."""
 
 
 @dataclass(eq=False)
-class AnswerSlot:
-    """Hold one of the slots in which jobs are answered at the same time."""
+class AnswerLane:
+    """Hold one of the lanes in which jobs are answered at the same time, which llama-server calls
+    slots.
+    """
 
     number: int
     latest: Session | None = None
-    """The conversation that was answered last in this slot, which is in the prefix cache unless it
+    """The conversation that was answered last in this lane, which is in the prefix cache unless it
     was dropped there.
     """
     totals: Totals = field(default_factory=Totals)
-    """The figures of what was read and written in this slot."""
+    """The figures of what was read and written in this lane."""
 
 
 @dataclass(eq=False)
@@ -96,7 +98,7 @@ class Answering:
 
     model: LoadedModel
     prefix_cache: PrefixCache
-    slot: AnswerSlot
+    lane: AnswerLane
     check: Callable[[], object]
     """Called before every step; what it raises ends the job."""
     caller: Caller = SOMEBODY
@@ -166,7 +168,7 @@ class Answering:
         `n_passages`: how many passages are looked for. `on_prompt` is called with the number of
         tokens of the prompt that were read. Raises ContextError for a prompt without room for an
         answer, RequestError for a constraint or a document that cannot be used, and the errors of
-        generate().
+        generate_events().
         """
         check_room(request.prompt, self.model.n_ctx)
         self.n_passages = n_passages
@@ -209,7 +211,7 @@ class Answering:
                 if on_prompt is not None:
                     on_prompt(n_done)
 
-            answer = generate(
+            answer = generate_events(
                 session,
                 request,
                 n_cached=n_cached,
@@ -233,7 +235,7 @@ class Answering:
             if attention is not None:
                 attention.close()
             self._give_back(session, request, before_answer=len(tokens))
-            self.slot.totals.add(before, session.stats())
+            self.lane.totals.add(before, session.stats())
 
     def _taken(self, request: GenerationRequest) -> Session:
         """Return the conversation that a prompt continues, out of the prefix cache."""
@@ -262,7 +264,7 @@ class Answering:
         if not session.text.held().is_whole:
             session.close()
             return
-        self.slot.latest = session
+        self.lane.latest = session
         thought = request.prompt.thought
         # The next turn continues before the last thought.
         place = before_answer - thought.n_left_out if thought is not None and self.n_thought else 0

@@ -22,7 +22,7 @@ from entropykv.errors import EntropyKVError
 from entropykv.server.documents.library import DocumentLibrary
 from entropykv.server.documents.reader import DocumentReader
 from entropykv.server.engine.admission import Admission, Limits, too_late
-from entropykv.server.engine.answering import COUNTS, Answering, AnswerSlot, AskedDocument, Totals
+from entropykv.server.engine.answering import COUNTS, Answering, AnswerLane, AskedDocument, Totals
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.access import SOMEBODY, Caller
 from entropykv.server.http.errors import RequestError, as_request_error, without_frames
@@ -46,7 +46,7 @@ class Moment:
 def figures_of_pool(pool: Pool, one: SessionStats, totals: Sequence[Totals]) -> SessionStats:
     """Return the sum over all conversations as SessionStats.
 
-    `one`: the figures of any session, which have the settings; `totals`: those of every slot. The
+    `one`: the figures of any session, which have the settings; `totals`: those of every lane. The
     figures of a full cache count only conversations that hold entries now.
     """
     with pool.runner.scheduler.between_steps():
@@ -155,30 +155,30 @@ class Engine:
         )
         """Keeps conversations between two requests."""
         model.shared_prefixes = shared_prefixes
-        n_slots = model.pool.runner.n_sequences - (0 if documents is None else 1)
-        self.slots = [AnswerSlot(number) for number in range(n_slots)]
+        n_lanes = model.pool.runner.n_sequences - (0 if documents is None else 1)
+        self.lanes = [AnswerLane(number) for number in range(n_lanes)]
         """The places in which requests are answered at the same time, one thread each."""
-        self.running: dict[AnswerSlot, Answering] = {}
-        """What is being answered, for each slot that is busy."""
-        self._jobs: dict[AnswerSlot, Job] = {}
+        self.running: dict[AnswerLane, Answering] = {}
+        """What is being answered, for each lane that is busy."""
+        self._jobs: dict[AnswerLane, Job] = {}
         self._running_lock = threading.Lock()
         """Held while `running` and `_jobs` change and while a job is stopped, so that the next job
         is not stopped instead.
         """
-        self.admission = Admission(self.limits, len(self.slots))
+        self.admission = Admission(self.limits, len(self.lanes))
         """Limits what requests may cost."""
         self._moment: tuple[float, Moment] | None = None
         """The latest figures that were requested, and when they were taken."""
         self._moment_lock = threading.Lock()
-        self._free: queue.SimpleQueue[AnswerSlot] = queue.SimpleQueue()
-        for slot in self.slots:
-            self._free.put(slot)
+        self._free_lanes: queue.SimpleQueue[AnswerLane] = queue.SimpleQueue()
+        for lane in self.lanes:
+            self._free_lanes.put(lane)
         self._interrupt = interrupt
         self._closing = False
         self._stopped_at = 0.0
         self._before_close: list[Callable[[LoadedModel], object]] = []
         self._looked_at = 0.0
-        self._thread = ThreadPoolExecutor(len(self.slots), thread_name_prefix="entropykv")
+        self._thread = ThreadPoolExecutor(len(self.lanes), thread_name_prefix="entropykv")
         self.stats: SessionStats = self._figures()
         """Current figures; during a generation they are at most a quarter of a second old."""
         self.documents: DocumentReader | None = None
@@ -279,9 +279,9 @@ class Engine:
         for job in list(jobs):
             job.stop.set()
             with self._running_lock:
-                for slot, running in self._jobs.items():
+                for lane, running in self._jobs.items():
                     if running is job:
-                        self.running[slot].interrupt()
+                        self.running[lane].interrupt()
 
     def _stop_for_sure(self, jobs: Sequence[Job]) -> None:
         """Stop jobs repeatedly until they have ended.
@@ -309,22 +309,22 @@ class Engine:
             self.model.close()
 
     def _run(self, job: Job) -> Any:
-        slot = self._free.get()
+        lane = self._free_lanes.get()
         check = partial(self._checkpoint, job)
         answering = Answering(
             self.model,
             self.prefix_cache,
-            slot,
+            lane,
             check,
             job.caller,
             job.document,
             tell=job.emit,
         )
         with self._running_lock:
-            self.running[slot], self._jobs[slot] = answering, job
+            self.running[lane], self._jobs[lane] = answering, job
         outcome: Outcome = "finished"
         refusal: RequestError | None = None
-        before = slot.totals.counts()
+        before = lane.totals.counts()
         try:
             if self._closing:
                 raise _StoppedError
@@ -346,9 +346,9 @@ class Engine:
             outcome = "refused" if refusal.status_code < 500 else "failed"
         finally:
             with self._running_lock:
-                del self.running[slot], self._jobs[slot]
-            self._free.put(slot)
-            self._note(job, outcome, before, slot.totals.counts())
+                del self.running[lane], self._jobs[lane]
+            self._free_lanes.put(lane)
+            self._note(job, outcome, before, lane.totals.counts())
         try:
             if refusal is not None:
                 raise refusal
@@ -369,7 +369,7 @@ class Engine:
             job.note(now[0] - before[0], now[1] - before[1])
 
     def _figures(self) -> SessionStats:
-        totals = [slot.totals for slot in self.slots]
+        totals = [lane.totals for lane in self.lanes]
         return figures_of_pool(self.pool, self.model.stats(), totals)
 
     @property

@@ -1,7 +1,8 @@
 """Save and restore a slot's conversation by llama-server's route: POST /slots/{id}?action=save.
 
-A slot is a worker of the model, and has the conversation that it answered last. The files are
-sessions in the directory of --slot-save-path, in a separate folder for each API key.
+A slot of these routes is an AnswerLane of the engine, with the conversation that was answered there
+last. The files are sessions in the directory of --slot-save-path, in a separate folder for each API
+key.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from entropykv import system
 from entropykv.errors import EntropyKVError, SettingsError
 from entropykv.files import make_folder
 from entropykv.server.dialects.fields import Name
-from entropykv.server.engine.answering import Answering, AnswerSlot
+from entropykv.server.engine.answering import Answering, AnswerLane
 from entropykv.server.engine.engine import Engine
 from entropykv.server.engine.prefix_cache import PrefixCache
 from entropykv.server.http.access import Caller, user_of
@@ -52,18 +53,18 @@ async def _done(
 
     `name`: the file in the folder, which make_directory() has made; None: no file is needed.
     """
-    if not 0 <= number < len(engine.slots):
-        raise RequestError(404, f"there is no slot {number}; they are 0 to {len(engine.slots) - 1}")
+    if not 0 <= number < len(engine.lanes):
+        raise RequestError(404, f"there is no slot {number}; they are 0 to {len(engine.lanes) - 1}")
     caller = Caller(user)
-    slot, prefix_cache = engine.slots[number], engine.prefix_cache
+    lane, prefix_cache = engine.lanes[number], engine.prefix_cache
     path = None if name is None else await asyncio.to_thread(_path, folder, action, name, user)
 
     def call(_: Answering) -> dict[str, Any]:
         start = time.perf_counter()
         if path is None:
-            return {"id_slot": number, "n_erased": _erase(slot, prefix_cache, caller)}
+            return {"id_slot": number, "n_erased": _erase(lane, prefix_cache, caller)}
         try:
-            done = _save_or_restore(action, slot, prefix_cache, caller, path)
+            done = _save_or_restore(action, lane, prefix_cache, caller, path)
         except EntropyKVError as error:  # Clients must not learn the paths of files.
             raise RequestError(400, str(error).replace(str(path), str(name))) from None
         took = round(1000 * (time.perf_counter() - start), 3)
@@ -116,7 +117,7 @@ def _n_files(folder: Path) -> int:
 
 
 def _save_or_restore(
-    action: Action, slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller, path: Path
+    action: Action, lane: AnswerLane, prefix_cache: PrefixCache, caller: Caller, path: Path
 ) -> dict[str, Any]:
     """Save the conversation in a slot, or load a file into it, so that later requests can reuse its
     text.
@@ -124,20 +125,20 @@ def _save_or_restore(
     Raises RequestError if there is no conversation of the caller.
     """
     if action == "restore":
-        slot.latest = prefix_cache.load(caller, path, replaces=False)
-        return {"n_restored": slot.latest.position, "n_read": path.stat().st_size}
-    latest = slot.latest
+        lane.latest = prefix_cache.load(caller, path, replaces=False)
+        return {"n_restored": lane.latest.position, "n_read": path.stat().st_size}
+    latest = lane.latest
     contents = None if latest is None else prefix_cache.save(caller, path, latest)
     if contents is None:
         raise _holds_nothing()
     return {"n_saved": contents.n_tokens, "n_written": path.stat().st_size}
 
 
-def _erase(slot: AnswerSlot, prefix_cache: PrefixCache, caller: Caller) -> int:
+def _erase(lane: AnswerLane, prefix_cache: PrefixCache, caller: Caller) -> int:
     """Remove the caller's conversation from a slot; returns its tokens, or raises RequestError if
     there is none.
     """
-    erased = 0 if slot.latest is None else prefix_cache.forget(caller, slot.latest)
+    erased = 0 if lane.latest is None else prefix_cache.forget(caller, lane.latest)
     if not erased:
         raise _holds_nothing()
     return erased
