@@ -22,7 +22,7 @@ class Embedded:
     """Hold embeddings that are read instead of those of tokens."""
 
     rows: Rows
-    """(tokens, n_embd)."""
+    """The embeddings, (tokens, n_embd)."""
     positions: npt.NDArray[np.int32] | None
     """The positions at which M-RoPE sees the embeddings, (4, tokens); None: consecutive positions.
     """

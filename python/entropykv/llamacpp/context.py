@@ -113,8 +113,8 @@ def let_hook_change(
     parameters: Any,
     hook: _core.GraphHook | _core.WeightHook | _core.KShiftProbe | _core.WindowProbe,
 ) -> None:
-    """Set a hook that reads or changes a context's graphs; the hook must live as long as the
-    context.
+    """Set a hook that reads or changes a context's graphs, and let every operation run where its
+    weights are; the hook must live as long as the context.
     """
     parameters.cb_eval = llama_cpp.ggml_backend_sched_eval_callback(hook.callback)
     parameters.cb_eval_user_data = hook.user_data

@@ -172,7 +172,7 @@ class Model:
             self.handle = llama_cpp.llama_model_load_from_file(
                 os.fsencode(self.geometry.path), parameters
             )
-        del arrays  # llama.cpp has copied them.
+        del arrays  # llama.cpp has copied the arrays.
         if not self.handle:
             reason = last_error(log)
             way_out = way_out_of(

@@ -51,8 +51,9 @@ class RopeRange:
         """Return the shift for reading `n_tokens` at text position `position`; `shift` is the
         current one.
 
-        It stays the same as long as the tokens are between half the limit and the limit. The lower
-        bound makes distances exact again after a rollback to a much earlier position.
+        The shift stays the same as long as RoPE sees the tokens between half the limit and the
+        limit. The lower bound makes distances exact again after a rollback to a much earlier
+        position.
         """
         end = position + n_tokens
         if end - shift <= self.limit and position - shift >= self.limit // 2:

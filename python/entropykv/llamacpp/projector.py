@@ -132,7 +132,7 @@ class Projector:
         or intent.
         """
         self.n_embd: int = llama_cpp.llama_model_n_embd_inp(model.handle)
-        """The number of values in a row."""
+        """The number of values in a row of embeddings."""
         parameters = mtmd.mtmd_context_params_default()
         parameters.use_gpu = use_gpu
         parameters.n_threads = n_threads

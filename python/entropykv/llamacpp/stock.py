@@ -82,12 +82,12 @@ class StockSession:
 
     @property
     def reader(self) -> StockSession:
-        """Return itself, since it reads as Session.reader does."""
+        """Return the session itself, which reads as Session.reader does."""
         return self
 
     @property
     def files(self) -> StockSession:
-        """Return itself, since it keeps states as Session.files does."""
+        """Return the session itself, which keeps states as Session.files does."""
         return self
 
     def read(

@@ -57,7 +57,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Steps:
-    """Sum up some steps."""
+    """Hold the sums of the work and the seconds of some steps."""
 
     work: float = 0.0
     seconds: float = 0.0
@@ -104,7 +104,7 @@ class ThreadChoice:
         self._seen = self.way
         """The way that was expected when other processes were looked at last."""
         self._rejected: Way | None = None
-        """The way that others' use of cores suggested, and whose trial has failed last."""
+        """The way that other processes' use of cores suggested, and whose trial has failed last."""
         self._calm = False
         """Whether nobody else wants a core, as far as the system tells."""
         self._steps = Steps()

@@ -45,7 +45,7 @@ class AttainableBudgets(OnlineBudgets):
         shared again; empty before they were shared.
         """
         self.is_due = True
-        """True if the budget must be shared again before it cannot hold the text whole."""
+        """True if the budget must be shared again before the next tokens are read."""
         self.length = 0
         """The length of the text in tokens, with the tokens that are known to follow; 0 without a
         text.
@@ -67,7 +67,7 @@ class AttainableBudgets(OnlineBudgets):
         return max(self.most, default=0) <= n_tokens
 
     def follows_length(self, plan: HeadwisePlan) -> bool:  # noqa: ARG002
-        """Tell whether budgets would change with the length of the text alone."""
+        """Tell whether budgets would change with the length of the text alone; by default not."""
         return False
 
     def forget(self) -> None:
@@ -132,7 +132,7 @@ class CurveBudgets(AttainableBudgets):
         """Record nothing: the curves are known."""
 
     def budgets(self, plan: HeadwisePlan) -> list[int]:
-        """Return shares for the smallest loss, within the limits of the plan."""
+        """Return the budget of every KV head in entries, for the smallest loss within its limit."""
         return shares_by_curves(
             self._curves,
             plan.mean_entries,

@@ -175,7 +175,9 @@ class MeasuredLosses(AttainableBudgets):
         self.observe(0, budgets_change=True)
 
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return shares for the smallest total loss, within the limits of the plan."""
+        """Return the budget of every KV head in entries, for the smallest total loss within the
+        limits of the plan; None before losses were measured.
+        """
         if not self._knots.size:
             return None
         most = max(1, self._n_ctx - plan.floor_entries)

@@ -82,7 +82,9 @@ class HeadwisePlan:
         return self.mean_entries >= self.longest
 
     def pages_of(self, entries: int) -> int:
-        """Return the pages for `entries` entries of every KV head, as far as each can use them."""
+        """Return how many pages `entries` entries of every KV head take, as far as each can use
+        them.
+        """
         pairs = zip(self.limits, self.entries_per_page, strict=True)
         return sum(_core.pages_for(min(entries, most), per_page) for most, per_page in pairs)
 
@@ -279,7 +281,7 @@ def plan_flat(
 
 def _mean_entries(budget: Budget, n_ctx: int, bytes_of: _BytesOf) -> int:
     if budget.kind == "fraction":
-        return int(round(budget.value * n_ctx, 9))  # For example, 0.29 of 100 is 29.
+        return int(round(budget.value * n_ctx, 9))  # 0.29 * 100 is less than 29 in floating point.
     if budget.kind == "tokens":
         return min(int(budget.value), n_ctx)
     if bytes_of(n_ctx) <= budget.value:  # The whole context needs no micro-batch besides.

@@ -68,7 +68,8 @@ def cache_options_of(
 
 
 def freezing_of(options: Any) -> Freezing | None:
-    """Return the settings of freezing that options of the command line or of the server ask for.
+    """Return the settings of freezing that options of the command line or of the server ask for;
+    None if nothing is to be frozen.
 
     `options.policy` may be a list. Raises SettingsError for options that would have no effect.
     """
@@ -97,8 +98,8 @@ def freezing_of(options: Any) -> Freezing | None:
 
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
-    """Return the recovery ladder if the options ask for one; raises SettingsError for its options
-    without it.
+    """Return the recovery ladder that the options ask for, or None; raises SettingsError for
+    options of a ladder without one.
 
     `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
     """
@@ -258,7 +259,8 @@ class ResolvedConfig:
         """Tell whether the headwise store keeps keys without what the model's biases contribute to
         nearly all of them, because large biases would make q8_0 coarse.
 
-        Not with the measure `products`, which needs the products of queries with unchanged keys.
+        It does not with measure `products`, which needs the products of queries with unchanged
+        keys.
         """
         return (
             self.store == "headwise"

@@ -1,4 +1,4 @@
-"""Read the JSON of an entropy profile; errors name the file and the field.
+"""Read the JSON of an entropy profile; errors name the file, `where`, and the field.
 
 schemas/entropy_profile.schema.json describes version 2 for other programs.
 """
@@ -51,7 +51,7 @@ def check_keys(data: Mapping[str, Any], where: str) -> int:
     """Check the version, the required keys and, in version 2, unknown keys and types of derived
     values.
 
-    Returns the version; raises ProfileError.
+    Returns the version; raises ProfileError for any that is wrong.
     """
     version = data.get("format_version", 1)
     if type(version) is not int or version not in (1, FORMAT_VERSION):

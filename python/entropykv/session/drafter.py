@@ -18,7 +18,7 @@ Tokens = npt.NDArray[np.int32]
 LONGEST_MATCH = 32
 """The most tokens before two positions of a text that are compared."""
 _MATCHED = (4, 6, 9, 17, LONGEST_MATCH)
-"""Groups of drafts by evidence: drafts with at least this many agreeing tokens before them belong
+"""The limits of groups of drafts: drafts with at least this many agreeing tokens before them belong
 to the next group.
 """
 _RESUMED = (6, 9, 12)
@@ -31,7 +31,7 @@ PRIORS = (0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.2, 0.3, 0.4, 0.6)
 
 class Evidence(NamedTuple):
     """Say why drafts may be right; drafts with similar evidence are counted together, to learn how
-    often they are.
+    often such drafts are right.
     """
 
     agreed: int

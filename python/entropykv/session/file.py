@@ -54,16 +54,16 @@ pages.
 PREFIX = struct.Struct("<8sII")
 DIGEST_BYTES = 16
 SECTION_ALIGNMENT = 1 << 14
-"""Where the sections of a store begin: a multiple of this many bytes, which is one of the memory
-pages of most systems.
+"""Where the sections of a store begin: at a multiple of this many bytes, which is also a multiple
+of the size of memory pages on most systems.
 """
 LEAST_ALIGNED_BYTES = 1 << 16
 """If a store has fewer bytes than this, its sections begin at a multiple of VALUE_ALIGNMENT:
 aligning them to memory pages would gain nothing.
 """
 VALUE_ALIGNMENT = 16
-"""Where the sections of small stores begin: a multiple of the largest alignment that a number in
-them needs, in bytes.
+"""Where the sections of small stores begin: at a multiple of this many bytes, the largest alignment
+that a number in them needs.
 """
 AGAIN = "read the prompt again and save a new session"
 
@@ -115,8 +115,8 @@ class DocumentNote:
     system: str | None = None
     """The system message before the text; the header contains it only if there is one."""
     template: str | None = None
-    """The name of the chat template around the text: see Model.other_template. The header contains
-    it only if it is not the template of the model.
+    """A hash of the chat template around the text: see Model.other_template. The header contains
+    it only if that is not the template of the model.
     """
 
 
@@ -144,7 +144,7 @@ class SavedContents:
     chat: bool | None
     """True if the text is a chat by the model's template; None if unknown."""
     sections: list[int]
-    """The bytes of each of the store's sections."""
+    """How many bytes each of the store's sections has."""
     recalls_now: bool
     """True if the next token searches frozen entries, as after thaw()."""
     whole_from: int

@@ -73,7 +73,7 @@ class AttentionSince:
         )
 
     def close(self) -> None:
-        """Forget what was remembered."""
+        """Forget the positions and the importance that were remembered."""
         self._before = None
         self._session.snapshot_bytes = 0
 

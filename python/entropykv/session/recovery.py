@@ -67,7 +67,7 @@ class Ladder:
     """
 
     def __init__(self, recovery: Recovery, n_vocab: int) -> None:
-        """Start at the bottom."""
+        """Start at the bottom; `n_vocab`: the number of logits."""
         self._recovery = recovery
         self._distribution = _Distribution(n_vocab)
         self._entropy = _Running(recovery)

@@ -51,7 +51,7 @@ class _Node:
     children: dict[int, _Node] = field(default_factory=dict)
     """The nodes below this one, by the first tokens of their edges."""
     items: dict[Hashable, None] = field(default_factory=dict)
-    """The texts that end here."""
+    """The texts that end at the node."""
 
     def below(self, without: _Node | None) -> Iterator[Hashable]:
         """Yield all texts that begin with the node's tokens, except those below another node."""
@@ -88,9 +88,9 @@ class PrefixIndex:
     def __init__(self) -> None:
         """Start empty."""
         self.lock = threading.RLock()
-        """Held while texts are looked at that another thread might remove. It is the last in the
-        order of locks: a thread that holds it must not wait for another lock, nor for the end of a
-        step.
+        """The lock that is held while texts are looked at that another thread might remove. It is
+        the last in the order of locks: a thread that holds it must not wait for another lock, nor
+        for the end of a step.
         """
         self._texts: dict[type, dict[Hashable, _Text]] = {}
         """The texts of each kind; the least recently used is the first."""

@@ -40,8 +40,8 @@ class Work:
     read first.
     """
     turn: threading.Condition = field(default_factory=threading.Condition)
-    """Wakes the thread that submitted this work: when its tokens were read, or when it
-    must lead.
+    """The condition that wakes the thread that submitted this work: when the tokens were read, or
+    when the thread must lead.
     """
     thread: int = field(default_factory=threading.get_ident)
     done: bool = False
@@ -99,8 +99,8 @@ class Scheduler:
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        """Wakes the thread that gathers the works of a step, and the threads that wait for the end
-        of a step.
+        """The condition that wakes the thread that gathers the works of a step, and the threads
+        that wait for the end of a step.
         """
         self._waiting: list[Work] = []
         self._step: list[Work] = []

@@ -43,7 +43,8 @@ OVERLAP = 16
 attention, too.
 """
 LEAST_ECHO = 16
-"""The least tokens for an echo: shorter texts, such as questions or single tokens, wait."""
+"""The fewest tokens that an echo repeats: shorter texts, such as questions or single tokens, wait.
+"""
 LEAST_CHUNK = 32
 """The shortest chunk, in tokens. Budgets that follow the text change once in as many tokens
 (policy/online.py).
@@ -229,8 +230,8 @@ class PredictorFit:
         return not self.predicts or self.teaches(tokens)
 
     def prepare(self, parts: Sequence[Part], slots: Sequence[SequenceSlot]) -> bool:
-        """Let the stores collect lessons in the next step if all its echoes give useful ones: see
-        teaches(). Returns whether the stores do.
+        """Let the stores collect lessons in the next step if all its echoes give useful lessons:
+        see teaches(). Returns whether the stores do.
         """
         if self.predictor is not None:
             return False
@@ -313,7 +314,7 @@ class PredictorFit:
         return True
 
     def _end(self, learning: Learning) -> None:
-        """Free what only learning needs."""
+        """Stop collecting lessons, and free their memory."""
         learning.collect_lessons(False)
         learning.clear_lessons()
         self._seen.clear()
@@ -474,8 +475,8 @@ class SecondReadings:
         return self.fit is None or self.fit.is_worth_echo(tokens)
 
     def prepare(self, parts: Sequence[Part]) -> bool:
-        """Let the stores collect lessons in the next step if its echoes give useful ones. Returns
-        whether they do.
+        """Let the stores collect lessons in the next step if its echoes give useful lessons.
+        Returns whether the stores do.
         """
         return self.fit is not None and self.fit.prepare(parts, self._slots)
 

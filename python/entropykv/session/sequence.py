@@ -87,8 +87,8 @@ class ImageSpans:
         return last is not None and (last.end, last.n_tokens) == (position, first)
 
     def note(self, position: int, first: int, n_tokens: int, behind: int) -> None:
-        """Record that rows of an image, from row `first` on, were read at a position of
-        the text.
+        """Record that rows of an image, from row `first` on, were read at a position of the text;
+        `behind`: that of the ImageSpan.
         """
         start = position - first
         if first > 0 and self._spans and self._spans[-1].start == start:
@@ -207,7 +207,8 @@ class TokenSequence:
         self.n_taught = self._taught_to = 0
 
     def truncate(self, position: int, n_ctx: int) -> None:
-        """Roll back to a position. Logits stay only if the text already ends there.
+        """Roll back to a position in a context of n_ctx tokens. Logits stay only if the text
+        already ends there.
 
         What is read next counts as another text for the predictor if it replaces tokens that have
         given lessons.

@@ -100,7 +100,9 @@ class SequenceSlot:
         this length does not need go to other sequences.
         """
         self.shared_for = 0
-        """The length of text that the current shares have room for, or were planned with."""
+        """The length of text, in tokens, that the current shares have room for, or were planned
+        with.
+        """
         self.loss_curve: LossCurve | None = None
         """The loss curve that the current shares of the pool are based on; None if there
         is none.
@@ -111,15 +113,15 @@ class SequenceSlot:
         self.n_others = 0
         """How many other sequences wrote a token in the last step of this sequence."""
         self.inherited = 0
-        """How many entries had been evicted from the sequence that it was copied from."""
+        """How many of the evictions that the store counts happened before the sequence took over
+        its text or its store.
+        """
         self.given_up = 0
         """How many entries were evicted because the sequence's share shrank for others."""
 
     @property
     def evicted(self) -> int:
-        """Return how many entries were evicted, without those of the sequence it was
-        copied from.
-        """
+        """Return how many entries were evicted from the sequence, without those in `inherited`."""
         return self.store.evicted - self.inherited
 
     def mend(self) -> None:

@@ -126,7 +126,9 @@ class Budget:
         raise BudgetError(f"a KV budget cannot be {value}; {_HOW}")
 
     def of_context(self, n_ctx: int) -> Budget:
-        """Return a fraction as the tokens that it means for a context; others as they are."""
+        """Return the budget in tokens that a fraction means for a context; any other budget is
+        returned unchanged.
+        """
         if self.kind != "fraction":
             return self
         return Budget("tokens", max(2, round(self.value * n_ctx)))

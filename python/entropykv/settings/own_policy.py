@@ -61,7 +61,7 @@ class MicroBatchSeen:
 
 
 class OwnPolicy:
-    """Subclass it, and give an object of your class as `policy=`.
+    """Decide which entries are kept: derive a class, and give an object of it as `policy=`.
 
     `name`: small letters, digits and hyphens; not a name of entropykv's own. `importance`: the
     measure that ranks the entries of a KV head, MEASURE[+MODIFIER...] as in `--policy`. `choice`:

@@ -21,7 +21,7 @@ class Rung(IntEnum):
     SOFT = 1
     """Restore frozen entries that would stay frozen for more than one further step."""
     WINDOW = 2
-    """Restore all entries that were frozen within the last steps."""
+    """Restore all entries that were frozen within the last Recovery.window steps."""
     FULL = 3
     """Restore all frozen entries, and forget their timers."""
     REWALK = 4

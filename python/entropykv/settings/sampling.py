@@ -33,7 +33,7 @@ RANDOM_SEED = MOST_SEED = 0xFFFFFFFF
 
 
 def is_random_seed(seed: int | None) -> bool:
-    """Tell whether a seed means a random one, as llama.cpp's -1 does."""
+    """Tell whether a seed asks for a random one: None, -1, or RANDOM_SEED."""
     return seed is None or seed & MOST_SEED == MOST_SEED
 
 
@@ -43,17 +43,17 @@ def new_seed() -> int:
 
 
 def _number(default: float, help: str, *flags: str, **limits: float) -> Any:  # noqa: A002
-    """Return a field that is a number."""
+    """Declare a field that is a number, within `limits`: `least` and `most`."""
     return option(default, help, *flags, metavar="X", kind=float, **limits)
 
 
 def _share(default: float, help: str, *flags: str) -> Any:  # noqa: A002
-    """Return a field that is a number from 0 to 1."""
+    """Declare a field that is a number from 0 to 1."""
     return _number(default, help, *flags, least=0, most=1)
 
 
 def _count(default: int, least: int, help: str, flag: str) -> Any:  # noqa: A002
-    """Return a field that is an integer."""
+    """Declare a field that is an integer of `least` or more."""
     return option(default, help, flag, metavar="N", kind=int, least=least)
 
 

@@ -93,7 +93,7 @@ class DeviceContext(StoreContext):
     @property
     def on_host(self) -> str | None:
         """Return a sentence that says for which layers on a device attention is computed in main
-        memory, and why; None if there are none. It is known once there is a store.
+        memory, and why; None if there are none. The answer is known once there is a store.
         """
         layers: dict[str, list[int]] = {}
         for number, why in self.devices.on_host.items():
@@ -318,7 +318,7 @@ class DeviceStore(KvHeadStore):
         return self._store
 
     def before(self, reading: TokensToRead) -> None:
-        """Choose the rows of the micro-batch."""
+        """Choose the rows for the entries of the micro-batch."""
         rope_position = self._seen_position(reading.position, reading.n_tokens)
         sees_all = reading.embedded is not None and reading.embedded.sees_all
         self.context.batch.add(
@@ -356,7 +356,7 @@ class DeviceStore(KvHeadStore):
         self._store.commit_step()
 
     def resize(self, budget: Budget) -> None:
-        """Share the new budget among the heads; those that hold more evict.
+        """Share the new budget among the KV heads; heads that hold more than their part evict.
 
         In a pool, it is the budget of all sequences, each of which gets an equal part. Raises
         BudgetError if the devices have no memory for it; nothing has changed then.
@@ -456,7 +456,7 @@ class DeviceStore(KvHeadStore):
     def counters(self) -> dict[str, Any]:
         """Return this store's figures for SessionStats."""
         counters = super().counters()
-        if not self._config.options.in_pool:  # In a pool, the sequences share the budget.
+        if not self._config.options.in_pool:  # In a pool, all sequences share this memory.
             counters["kv_bytes_scratch"] += self.context.scratch_bytes
         return {
             **counters,

@@ -169,7 +169,7 @@ class FlatStore(Store):
         return plan
 
     def before(self, reading: TokensToRead) -> None:
-        """Compact if holes would cost attention time; rotate keys if positions run out.
+        """Compact the cells if holes would cost attention time; rotate keys if positions run out.
 
         Raises UnsupportedModelError for images with positions of several dimensions (M-RoPE).
         """

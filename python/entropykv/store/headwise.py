@@ -158,7 +158,7 @@ class HeadwiseContext(StoreContext):
         replaced.
         """
         self.batch.clear()
-        if not self.recurrent:  # With recurrent layers, each store does this for its sequence.
+        if not self.recurrent:  # With recurrent layers, each store frees those of its sequence.
             self.forget_cells()
         self._unfinished = False
         self.hook.check_step()
@@ -313,7 +313,7 @@ class HeadwiseStore(KvHeadStore):
         )
 
     def truncate(self, position: int) -> None:
-        """Drop entries from a position on: see KvHeadStore."""
+        """Drop entries from a position on, and all measurements if it is 0: see KvHeadStore."""
         super().truncate(position)
         if self._recurrent:
             self._recurrent.forget()

@@ -166,7 +166,7 @@ class HeadwiseBudgets:
         return tuple(min(max(n, floor), of) for n, of in zip(most, plan.limits, strict=True))
 
     def share(self) -> None:
-        """Set the budgets of all KV heads; those that hold more evict."""
+        """Set the budgets of all KV heads; heads that hold more evict."""
         if self._keeps_everything:
             self.keep_everything()
             return
@@ -284,7 +284,8 @@ class HeadwiseBudgets:
         """Return how many of the next `n_tokens`, from `position` on, to read at once.
 
         If budgets follow the losses of the text, only the tokens are read that the budget can hold
-        besides the text so far. Then it is shared by their losses before anything is evicted.
+        besides the text so far. Then the budget is shared by their losses before anything is
+        evicted.
         """
         room = self.whole_entries - position
         if self._config.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:

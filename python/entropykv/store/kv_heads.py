@@ -70,8 +70,8 @@ def hooked_context(
     parameters = context_parameters(model, options, n_tokens, cells, n_sequences)
     parameters.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     parameters.type_k = parameters.type_v = llama_cpp.GGML_TYPE_F16
-    # For the headwise store, K, V and attention stay on the CPU, where our ops run, even if layers
-    # are on a device.
+    # For the headwise store, K, V and attention stay on the CPU, where the extension's ops run,
+    # even if layers are on a device.
     parameters.offload_kqv = on_devices
     let_hook_change(parameters, hook)
     return model.new_context(parameters)
@@ -297,7 +297,7 @@ class KvHeadStore(Store, Pooled):
         return self.rollback.leads_to(position)
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending."""
+        """Return the positions that a KV head keeps, ascending, (n,)."""
         return self._store.positions(layer, kv_head)
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:

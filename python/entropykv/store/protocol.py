@@ -117,7 +117,7 @@ class StoreContext(ABC):
 
     def begin_step(self) -> None:
         """Begin a micro-batch; called before before() of the stores of its sequences."""
-        return  # The store of the context may do this instead, if there is only one.
+        return  # If there is only one store, it may begin the micro-batch itself.
 
     @abstractmethod
     def end_step(self) -> None:
@@ -154,7 +154,7 @@ class StoreFacts:
     rope_obstacle: str = ""
     """Why the session cannot continue beyond the positions of `rope`; empty if it can."""
     file_format: str = ""
-    """The name of the store whose format its saved states have; empty: its own name."""
+    """The name of the store in whose format states are saved; empty: that of the store itself."""
     key_centres: str | None = None
     """A hash of how keys are stored: see store/headwise.py; None: as they are."""
     saves_cells: bool = False
@@ -415,7 +415,7 @@ class Store(ABC):
 
     @abstractmethod
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
-        """Return the positions that a KV head keeps, ascending."""
+        """Return the positions that a KV head keeps, ascending, (n,)."""
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32] | None:  # noqa: ARG002
         """Return the importance of the entries of entries(), float32, (n,); None if the policy or

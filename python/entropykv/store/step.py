@@ -45,7 +45,9 @@ class Part:
     n_drafts: int = 0
     """How many of the tokens, the last ones, are drafts; all tokens get logits then."""
     verify: Callable[[Logits], int] | None = None
-    """Returns how many drafts are right, by the logits of all tokens; it must not raise."""
+    """A function that returns how many drafts are right, by the logits of all tokens, and must not
+    raise.
+    """
     n_right: int = field(default=0, init=False)
     """How many of the drafts were right, and stay as text."""
     logits: npt.NDArray[np.float32] | None = field(default=None, init=False)
@@ -86,7 +88,7 @@ class Part:
         )
 
     def limit_drafts(self, *, alone: bool) -> None:
-        """Leave out drafts that the store could not undo. Leave out all where a step cannot read
+        """Leave out drafts that the store could not undo, and all drafts where a step cannot read
         several tokens beside single tokens of other sequences; `alone`: the micro-batch has no
         other parts.
         """

@@ -1,11 +1,11 @@
 """Share by a profile's entropies, and rank by position: README_ENTROPY_KV.
 
-*README_ENTROPY_KV.md*, of the research on entropy-adaptive KV cache compression in
+*README_ENTROPY_KV.md* describes the research on entropy-adaptive KV cache compression in
 https://github.com/SCJedi/vacuum_physics. It gives a head base * clamp(H / mean H, 0.3, 2.5)
 entries, where H is the entropy of its attention over texts, and a KV head the largest H of its
 group. The score of a position is e^(-alpha * distance) plus 0.5 for the newest tenth, with alpha =
-2 / (newest * (1 + variation of the entropies)). It falls with the distance, as the score of policy
-`streaming` does, so that both rank by the same number: cpp/decide/importance.cpp.
+2 / (newest * (1 + variation of the entropies)). The score falls with the distance, as that of
+policy `streaming` does, so that both rank by the same number: cpp/decide/importance.cpp.
 """
 
 from __future__ import annotations
