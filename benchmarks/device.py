@@ -223,7 +223,7 @@ def compare_together(path: Path, options: argparse.Namespace, length: int) -> No
 
 
 def common_options(options: argparse.Namespace, length: int, kv_budget: float) -> dict[str, Any]:
-    """Return the options of all sessions."""
+    """Return the options that all sessions and pools have in common."""
     return {
         "kv_budget": kv_budget,
         "n_ctx": length + options.written,

@@ -34,7 +34,7 @@ class Cells:
     """Hold the cells of a stock llama.cpp context, in which sequences can share cells."""
 
     def __init__(self, model: str, n_ctx: int, n_threads: int) -> None:
-        """Load the model."""
+        """Load the model, and make a context of n_ctx cells for four sequences."""
         self.llama = llama_cpp.Llama(model, n_ctx=8, verbose=False)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx = n_ctx

@@ -98,7 +98,7 @@ def _r(growing: GrowingPredictor, others: Lessons) -> float:
 
 
 def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[str]) -> None:
-    """Print tokens per second of CPU time of all threads, a line for each reader in READERS."""
+    """Print tokens per second of CPU time of all threads, a line for each session of `readers`."""
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     for reader in readers:
         for number, session in enumerate(_sessions(reader, model, n_tokens, n_threads)):

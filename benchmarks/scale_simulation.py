@@ -97,7 +97,9 @@ def conversation_bytes(entries: int, n_ctx: int, kv_type: str) -> int:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Hold how many tokens a replica computes in a second."""
+    """Hold the tokens per second of a replica: of prompts, written by one conversation alone, and
+    by all together.
+    """
 
     prefill: float
     one: float

@@ -56,7 +56,7 @@ class ByEntropy(OwnPolicy):
         return np.concatenate([[self.n_tokens], self.sums])
 
     def load(self, state: np.ndarray) -> None:
-        """Restore a state that state() returned."""
+        """Restore a state that state() returned; raises ValueError for an impossible one."""
         if state.size == 0 or not np.isfinite(state).all():
             raise ValueError("entropies that cannot be")
         self.n_tokens, self.sums = int(state[0]), state[1:].copy()

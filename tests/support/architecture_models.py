@@ -12,7 +12,7 @@ from entropykv import Session
 from tests.architectures import Architecture
 from tests.support.releases import write_known
 
-WINDOW = 32  # The sliding window, in tokens, of those tests/architectures models that have one.
+WINDOW = 32  # The sliding window, in tokens, of the models of tests/architectures that have one.
 TRAINED = 256
 
 

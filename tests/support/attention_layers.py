@@ -77,7 +77,9 @@ class Layer:
     key_bias: Array | None = None
     """A bias that is added to all keys, [KV head][k_dim]."""
     key_centres: Array | None = None
-    """The centre and unit with which keys are stored, [KV head][2][k_dim]; None: without."""
+    """The centre and unit with which keys are stored, [KV head][2][k_dim]; None: keys are stored as
+    they are.
+    """
     store: _core.HeadwiseStore = field(init=False)
     k: Floats = field(init=False)
     v: Floats = field(init=False)

@@ -13,7 +13,7 @@ Logits = npt.NDArray[np.float32]
 
 
 def relative_error(ours: Logits, stock: Logits) -> float:
-    """Return the root mean square of the difference, divided by the standard deviation of the
+    """Return the root mean square of the difference, divided by the standard deviation of stock's
     logits.
     """
     return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())

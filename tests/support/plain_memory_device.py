@@ -135,7 +135,7 @@ def is_known() -> bool:
     """Tell whether the structures in this module are those of the installed llama.cpp."""
     try:
         _, base = _libraries()
-    except OSError:  # The libraries have other names here.
+    except OSError:  # On this system, the libraries have other names.
         return False
     return bool(base.ggml_version() == GGML_VERSION.encode())
 

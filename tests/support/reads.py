@@ -6,7 +6,7 @@ from entropykv import EntropyLlama
 
 
 class Reads:
-    """Record how many prompt tokens a call reads, and from which position."""
+    """Count the prompt tokens that a model has read since the last count."""
 
     def __init__(self, llm: EntropyLlama) -> None:
         self.llm = llm

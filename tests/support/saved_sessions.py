@@ -76,7 +76,7 @@ def assert_load_refused(session: Session, data: bytes, words: str) -> None:
 
 
 def signed(data: bytes) -> bytes:
-    """Return a session file that was changed with the digests that belong to it."""
+    """Return a changed session file with the digests that belong to its content."""
     size = struct.unpack_from("<I", data, 12)[0]
     head = data[: 16 + size]
     head += hashlib.blake2b(head, digest_size=16).digest()

@@ -127,7 +127,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(models: Any, **server: Any) -> AsyncIterator[Running]:
-    """Run the app of a catalog, or of one model, in this event loop."""
+    """Run the app of a catalog, or of one model, in this event loop; its Gates hold loads back."""
     gates = Gates()
     before = app_module.load_model
     app_module.load_model = gates.load

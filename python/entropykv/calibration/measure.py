@@ -127,8 +127,9 @@ def calibrate(
     profile, it gets no predictor, and policy auto does not use it.
 
     `on_start` is called once, before anything is measured; it may raise to stop here. `spread` runs
-    the steps, by default on this machine. Raises ModelFileError, UnsupportedModelError,
-    SettingsError, and CalibrationError, also if the texts are too short for the loss curves.
+    the steps, by default on this machine. Raises the errors of Observer and `spread`, SettingsError
+    if max_length exceeds the trained context, and CalibrationError if texts are too short, or an
+    entropy is not finite.
     """
     trained = _trained_context(path, settings)
     spread = spread or Spread()

@@ -34,8 +34,9 @@ class Observer:
 
     `n_ctx`: the longest text, in tokens; `kv_type`: the type in which K and V are stored meanwhile.
     With a `predictor`, the importance of entries is what it predicts; without one, it is their
-    attention mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises
-    ModelFileError and UnsupportedModelError.
+    attention mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises ModelFileError
+    for a file that cannot be loaded, and UnsupportedModelError if the headwise store cannot serve
+    the model, or its layers have different numbers of heads.
     """
 
     def __init__(

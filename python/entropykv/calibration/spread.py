@@ -46,7 +46,7 @@ class StepSettings:
     """Hold what all work of a step has in common."""
 
     path: str
-    """The model's file; on a cluster, every node has the same at this path."""
+    """The model's file; on a cluster, every node has the same file at this path."""
     identity: Mapping[str, Any]
     """What identity_of() says of the model."""
     kv_type: str

@@ -50,7 +50,7 @@ _SIZES = {
 help.
 """
 _LONG = 20
-"""Seconds; a calibration that takes longer says so before it begins."""
+"""A calibration that takes more seconds than this says so before it begins."""
 
 
 def add_calibrate(commands: argparse._SubParsersAction[CommandParser]) -> None:

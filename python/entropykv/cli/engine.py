@@ -323,7 +323,9 @@ def _say_what_changes_nothing(options: argparse.Namespace) -> None:
 
 
 def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
-    """Return the only session of a pool, or a session without checkpoints if no pool is needed."""
+    """Return the only session of a pool, or a session without checkpoints if no pool serves the
+    options and the model.
+    """
     if cache.freeze is None and cache.recovery is None and cache.store != "flat":
         pooled = dataclasses.replace(cache, n_sequences=1, checkpoints=CHECKPOINTS)
         with contextlib.suppress(UnsupportedModelError):

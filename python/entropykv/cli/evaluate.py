@@ -395,7 +395,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _references_of(resume: str | None, about: Values, settings: Values) -> Path | None:
-    """Return the folder beside the file of --resume for what stock predicts with these settings."""
+    """Return the folder beside the file of --resume for what stock predicts with these settings;
+    None without --resume.
+    """
     if resume is None:
         return None
     return Path(f"{resume}.{digest_of(json.dumps([about, settings]))}")

@@ -80,7 +80,7 @@ class LlamaFlag:
 
 
 def _treatment(told: str) -> Treatment:
-    """Read what the table says of a flag: `use: why`."""
+    """Read what the table says of a flag: `use: why`, or `use unless VALUE...: why`."""
     use, _, why = told.partition(": ")
     use, _, unless = use.partition(" unless ")
     if use == "placed":

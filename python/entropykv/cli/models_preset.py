@@ -123,7 +123,9 @@ def _preset_of(path: str, name: str, keys: Mapping[str, str], parser: CommandPar
 
 
 def _words_of(key: str, value: str, parser: CommandParser) -> list[str]:
-    """Return the equivalent words of a command line; in a preset, a switch has a value."""
+    """Return the words of a command line that say the same; in a preset, a switch has a value.
+    Raises SettingsError for an unknown key, or if a switch is neither on nor off.
+    """
     known = parser._option_string_actions  # noqa: SLF001
     names = [dashes + key for dashes in ("--", "-")]
     flag = next((name for name in names if name in known or flag_named(name)), None)

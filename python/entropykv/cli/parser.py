@@ -69,7 +69,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_help_all()
 
     def add_help_all(self) -> None:
-        """Add --help-all."""
+        """Add --help-all, which shows all options."""
         self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
 
     def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -119,7 +119,7 @@ class CommandParser(argparse.ArgumentParser):
                 self._refuse_bare_model(kept)
             raise
         self._refuse_bare_model(parsed[1])
-        if parsed[1] and self._subparsers is None:  # Else, argparse names --help of all commands.
+        if parsed[1] and self._subparsers is None:  # argparse names the --help of all commands.
             self.error(f"unrecognized arguments: {' '.join(parsed[1])}")
         if len(notes) == 1:
             ((flag, why),) = notes.items()
@@ -193,7 +193,7 @@ class CommandParser(argparse.ArgumentParser):
         if not is_flag or flag in self._option_string_actions or len(flag) < 2:
             return
         if self._subparsers is not None:
-            return  # The command examines the word itself.
+            return  # The parser of the command examines the word.
         if flag.startswith("--") or (len(flag) > 2 and flag[1].isalpha() and not _has_number(flag)):
             known = [name for name in self._option_string_actions if name.startswith("--")]
             way_out = did_you_mean(flag, known) or f"; see {self.prog} --help"

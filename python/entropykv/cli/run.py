@@ -190,9 +190,11 @@ def _report(session: Session, path: str | None) -> None:
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
-    """Use -f and -p of the demo if only --demo is given; returns the demo's question.
+    """Use the demo's document as -f, and its question as -p without one; returns the question if it
+    is used.
 
-    With -f alone, the file is the prompt. A loaded session has already read a document.
+    None is used with -f, whose file is the prompt, and with a loaded session, which has already
+    read a document.
     """
     demo = demo_of(options)
     if demo is None or options.load_session is not None:

@@ -41,8 +41,8 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
 
 
 def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load a session if `path` is given, and print a note; None without. Raises SettingsError for a
-    document, and SessionFileError for a file that cannot be loaded.
+    """Load the session at `path`, and print a note; returns None without a path. Raises
+    SettingsError for a document, and SessionFileError for a file that cannot be loaded.
     """
     if path is None:
         return None
@@ -193,7 +193,7 @@ def use_document(options: argparse.Namespace) -> None:
     """Take the document's context, budget, policy, type and store where the user gave none.
 
     Raises SettingsError for options that cannot go with a document, and SessionFileError for a file
-    that is none.
+    that is no document.
     """
     if options.document is None:
         return

@@ -37,7 +37,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Rule:
-    """Match the text of a rule."""
+    """Match what the rule `name` matches."""
 
     name: str
 

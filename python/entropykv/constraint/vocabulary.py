@@ -39,7 +39,8 @@ def token_texts_of(
     """
     from llguidance import LLTokenizer  # noqa: PLC0415  # Few texts need it.
 
-    if not ends:  # No model samples this token: the text ends where nothing else is allowed.
+    # No model samples the token that is added: the text ends where nothing else is allowed.
+    if not ends:
         texts, ends = [*texts, b""], [len(texts)]
     tokenizer: Any = _Tokens([*texts], ends[0], [*control])
     return TokenTexts(LLTokenizer(tokenizer, eos_token=[*ends]), token_of, tuple(ends))

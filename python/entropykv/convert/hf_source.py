@@ -52,7 +52,7 @@ _KINDS = {
     "F16": GGMLQuantizationType.F16,
     "BF16": GGMLQuantizationType.BF16,
 }
-# If config.json names no activation, transformers computes this one.
+# If config.json names no activation, transformers computes that of this table.
 _ACTIVATION_OF = {"bitnet": "relu2", "llama": "silu", "qwen3": "silu"}
 _AGAIN = "download it again"
 
@@ -231,7 +231,7 @@ def _gguf_name(names: TensorNameMap, hf_name: str) -> str:
     alias = hf_name
     for theirs, known in _ALIASES.items():
         alias = alias.replace(f".{theirs}.", f".{known}.")
-    if alias == "lm_head.weight":  # gguf has no name for it in bitnet.
+    if alias == "lm_head.weight":  # gguf has no name for the head of bitnet.
         return HEAD
     return names.get_name(alias, try_suffixes=(".weight", ".bias")) or hf_name
 

@@ -34,8 +34,8 @@ and all other nodes of the graph.
 
 @dataclass(frozen=True)
 class WorkFigures:
-    """Hold the figures of one kind of work of one contestant: `phase` is prompt or decode, `work`
-    one of WORKS.
+    """Hold the figures of one kind of work, of stock llama.cpp or of one budget: `phase` is prompt
+    or decode, `work` one of WORKS.
 
     `seconds`: for the whole prompt, or for decoding BLOCK tokens. `share`: the fraction of the
     seconds of all kinds of work. `ratio`: stock's seconds divided by these. Operations and bytes
@@ -135,8 +135,8 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchRow:
-    """Hold the figures of one contestant at one length: tokens per second, and ratios to stock with
-    flash attention.
+    """Hold the figures of stock llama.cpp or of one budget at one length: tokens per second, and
+    ratios to stock with flash attention.
 
     `length`: of the prompt, in tokens. A ratio above 1 is faster than stock. `kv_bytes` (the peak
     of the cache) and `eviction_share` (the fraction of the time that eviction took) are 0 for stock
@@ -210,7 +210,7 @@ class _Contestant:
             stats = self.session.stats()
             spent = self.prompt_seconds[-1] + BLOCK * sum(self.decode_seconds) / len(
                 self.prompt_seconds
-            )  # The counters are those of the last round.
+            )  # Sessions count anew in every round.
             kv_bytes, share = stats.kv_bytes_peak, stats.eviction_seconds / spent
             products = stats.products
         return BenchRow(
@@ -268,7 +268,9 @@ def bench(
 def _contestants(
     model: str | os.PathLike[str], settings: BenchSettings, length: int
 ) -> Iterator[_Contestant]:
-    """Load and yield the contestants one by one; stock with flash attention is the first."""
+    """Load and yield stock llama.cpp, with flash attention first, and a session for each type and
+    budget, one by one.
+    """
     n_ctx = length + settings.n_generate + BLOCK
     stock = {"stock": True, **({NO_FLASH: False} if settings.no_flash else {})}
     for name, flash in stock.items():

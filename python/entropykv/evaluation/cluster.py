@@ -27,7 +27,7 @@ class _Work:
     """Name an item that lacks figures."""
 
     part: int
-    """The number of the item's part, from 0."""
+    """The number of the evaluation's part with the item, from 0."""
     digest: str
     known: Sequence[Record]
     """The records of the item that are in the log already."""
@@ -108,7 +108,7 @@ def measure_on_cluster(
 
 
 def _missing(job: ClusterJob, parts: Sequence[EvalPart], log: ResultLog) -> Iterator[_Work]:
-    """Yield the items that lack figures."""
+    """Yield the items for which the log lacks figures."""
     for number, part in enumerate(parts):
         for item in part.items:
             evaluation = Evaluation(job.engine, job.combinations, [part.with_only(item)], log)

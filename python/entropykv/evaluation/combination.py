@@ -48,7 +48,7 @@ class EngineSettings:
         if self.equal_bytes:
             n_bytes = budget.value * n_tokens * self.full_bytes_per_token
             return Budget("bytes", max(1, int(n_bytes)))
-        # 0.29 * 100 is slightly less than 29 in floating point.
+        # Rounded first, because 0.29 * 100 is slightly less than 29 in floating point.
         return Budget("tokens", max(2, int(round(budget.value * n_tokens, 9))))
 
     def open_stock(self, n_ctx: int) -> StockSession:

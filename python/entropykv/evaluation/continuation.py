@@ -73,8 +73,8 @@ class ContinuedText(Item):
 def prompt_length(
     wanted: int | None, continuation: int, greedy: int, lengths: dict[str, int], n_ctx_train: int
 ) -> int:
-    """Return the length of every prompt in tokens: the wanted one, or the longest that texts and
-    context allow.
+    """Return the length of every prompt in tokens: the wanted one, or at most DEFAULT_PROMPT, as
+    far as texts and context allow.
 
     `lengths`: the tokens of every text, by name. Raises ContextError if the prompt and what follows
     exceed the trained context, or a text, which the error names.

@@ -31,8 +31,8 @@ AnySession = Session | StockSession
 class Written:
     """Hold the tokens that were written, and the time of their decodes.
 
-    The first token costs no decode, since its logits are given; the last one is not decoded.
-    `n_decoded` tokens took `seconds`.
+    The first token costs no decode, since its logits are given; the last one of the wanted number
+    is not decoded. `n_decoded` tokens took `seconds`.
     """
 
     tokens: list[int]
@@ -149,7 +149,7 @@ class AnswersPart(EvalPart):
         return self.answer(stock, last, item, tick)
 
     def measure(self, session: Session, item: Any, tick: Tick) -> Values:
-        """Answer after the text was read inside the budget, which may grow then."""
+        """Answer after the text was read inside the budget, which then grows by growth()."""
         last, _ = read(session, item.tokens, tick)
         kept = kept_values(session)
         if growth := self.growth(item):

@@ -20,7 +20,7 @@ _OTHER = "use another file, or the model and settings that it was begun with"
 
 @dataclass(frozen=True)
 class Record:
-    """Hold the figures of one item, measured for one contestant."""
+    """Hold the figures of one item; `contestant` is STOCK or a Combination.key."""
 
     contestant: str
     part: str

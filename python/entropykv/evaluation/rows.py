@@ -16,8 +16,8 @@ _WRITTEN = ("decode_tokens", "decode_seconds")
 
 @dataclass(frozen=True)
 class EvalRow:
-    """Hold the figures of one contestant over all its items; None: not measured, or not defined for
-    stock.
+    """Hold the figures of stock llama.cpp or of one combination over all items; None: not measured,
+    or not defined for stock.
 
     `kl`: the mean KL divergence from the full cache, in nats per token; `kl_worst`: that of the
     worst text. `perplexity_ratio`: relative to the full cache. `top1`, `greedy_equal` and `recall`
@@ -68,7 +68,9 @@ class EvalRow:
 
 
 def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record]) -> EvalRow:
-    """Summarise a contestant's records in a row, mostly as means over the items."""
+    """Summarise the records of stock llama.cpp or of one combination in a row, mostly as means over
+    the items.
+    """
     texts, passkeys, dataset, suite = (
         [record.values for record in records if record.part == part]
         for part in ("continuations", "passkeys", "dataset", "ruler")

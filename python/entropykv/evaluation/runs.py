@@ -103,7 +103,9 @@ class Evaluation:
         return dataclasses.replace(row, score_relative=self._relative(row.score, records))
 
     def _relative(self, score: float | None, records: Sequence[Record]) -> float | None:
-        """Divide a suite's score by that of stock for the same prompts."""
+        """Return a suite's score divided by that of stock for the same prompts; None if one is
+        missing.
+        """
         digests = {record.digest for record in records}
         theirs = [record for record in self._records(None) if record.digest in digests]
         full = summarize(STOCK, "f16", "full", theirs).score
@@ -118,8 +120,8 @@ class Evaluation:
         return [item for item in part.items if not self._log.get(contestant, part.name, item)]
 
     def _needing_stock(self, part: EvalPart) -> list[Item]:
-        """Return the items that stock must measure, including those whose reference other
-        contestants need.
+        """Return the items that stock must measure, including those whose reference a combination
+        needs.
         """
         missing = {item.digest for item in self._missing(STOCK, part)}
         for combination in self._combinations:

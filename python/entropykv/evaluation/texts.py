@@ -60,7 +60,9 @@ def read_texts(files: Sequence[Path] | None = None) -> list[Text]:
 
 
 def is_tuning(text: Text, tuning_share: float) -> bool:
-    """Tell whether a text belongs to the tuning part; only its content decides."""
+    """Tell by its content alone whether a text is in the tuning part, which gets a fraction
+    `tuning_share` of all texts.
+    """
     return int(text.digest, 16) < tuning_share * (1 << 4 * len(text.digest))
 
 

@@ -27,7 +27,7 @@ class Served:
     one_by_one: float
     """The error if the tokens of a text are read one by one."""
     micro_batches: float
-    """The error if they are read in micro-batches."""
+    """The error if the tokens of a text are read in micro-batches."""
     greedy_equal: int
     """How many tokens of a greedily written text equal those of stock."""
     half_budget: bool

@@ -149,13 +149,15 @@ class ModelGeometry:
     window_head_dims: tuple[int, ...] = ()
     """The sizes of K and V in layers with a sliding window, if they differ from other layers."""
     n_embd: int = 0
-    """The values of one token between two layers."""
+    """How many values one token has between two layers."""
     key_biases: bool = False
     """Whether a bias is added to the keys of some layer in this file, and no norm changes them
     afterwards.
     """
     n_ff: int = 0
-    """The values of one token within the largest feed-forward layer; 0 if the header omits it."""
+    """How many values one token has within the largest feed-forward layer; 0 if the header omits
+    it.
+    """
 
     @property
     def cached_values(self) -> int:

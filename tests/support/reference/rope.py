@@ -11,7 +11,7 @@ from tests.support.reference.values import Floats, Ints
 
 
 class Rope(NamedTuple):
-    """Hold the parameters of RoPE with ggml's names; `factors` divide the frequencies, one per
+    """Hold the parameters of RoPE with ggml's names; `freq_factors` divide the frequencies, one per
     pair.
     """
 

@@ -34,7 +34,7 @@ class TaskPrompt:
 
     @property
     def text(self) -> str:
-        """Return all three parts."""
+        """Return the whole prompt: context, question and answer_prefix."""
         return self.context + self.question + self.answer_prefix
 
 
@@ -271,7 +271,9 @@ def _prompt(size: int, n_letters: int, rng: random.Random, places: random.Random
 
 
 _SHORT = 4096
-"""Shorter prompts (in tokens) have a shorter example, and repeat their common words less often."""
+"""Prompts of CommonWordsTask with fewer tokens have a shorter example, and repeat words less
+often.
+"""
 _N_COMMON = 10
 _ZETA_OF_2 = math.pi**2 / 6
 
