@@ -98,8 +98,8 @@ class ImportanceSettings:
         `by_values`: scores are multiplied by the norm of the entry's value, or by its square where
         scores are squares. `expected_lookups`: how many later queries are assumed to give an entry
         the share of attention that its key and value predict; this is added to what queries gave,
-        only for measures `mass` and `attention`; 0: nothing is added. Nothing is checked here: HeadwiseStore raises ValueError for
-        impossible values.
+        only for measures `mass` and `attention`; 0: nothing is added. Nothing is checked here:
+        HeadwiseStore raises ValueError for impossible values.
         """
     @property
     def decay(self) -> float:
