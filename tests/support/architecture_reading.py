@@ -34,7 +34,9 @@ def next_logits(session: StockSession | Session, tokens: list[int]) -> Logits:
 
 
 def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[list[int], Logits]:
-    """Return a greedily written text, and the logits from which each of its tokens was chosen."""
+    """Return a greedily written text, and the logits from which each of its tokens was chosen,
+    (n_tokens, n_vocab).
+    """
     rows = [next_logits(session, prompt)]
     text = [int(rows[0].argmax())]
     while len(text) < n_tokens:
@@ -44,7 +46,9 @@ def greedy(session: StockSession, prompt: list[int], n_tokens: int) -> tuple[lis
 
 
 def decided(logits: Logits, rounding: float) -> npt.NDArray[np.bool_]:
-    """Tell for each row whether rounding cannot change which value is the largest."""
+    """Tell for each row of `logits`, (rows, n_vocab), whether rounding cannot change which value is
+    the largest.
+    """
     best = np.sort(logits, axis=1)[:, -2:]
     choices: npt.NDArray[np.bool_] = best[:, 1] - best[:, 0] > 4 * rounding * logits.std()
     return choices

@@ -66,8 +66,8 @@ def pack_hf(ternary: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
 
 
 def hf_order(rows: npt.NDArray[Any], n_head: int) -> npt.NDArray[Any]:
-    """Return rows of queries or keys in Hugging Face's order, given those of llama.cpp's llama
-    graph.
+    """Return rows of a query or key projection, (n_head * head_dim, ...), in Hugging Face's order,
+    given those of llama.cpp's llama graph.
     """
     head_dim = len(rows) // n_head
     half = head_dim // 2

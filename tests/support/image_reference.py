@@ -21,7 +21,7 @@ MARKER = mtmd_cpp.mtmd_default_marker().decode()
 def helper_logits(
     path: Path, projector: Path, text: str, images: Sequence[bytes], *, flash: bool = False
 ) -> npt.NDArray[np.float32]:
-    """Return the logits after a prompt, in which MARKER stands for each image.
+    """Return the logits, (n_vocab,), after a prompt in which MARKER stands for each image.
 
     Flash attention rounds its queries to f16, as the flat store does.
     """

@@ -14,7 +14,7 @@ Logits = npt.NDArray[np.float32]
 
 def relative_error(ours: Logits, stock: Logits) -> float:
     """Return the root mean square of the difference, divided by the standard deviation of stock's
-    logits.
+    logits; both arrays have the same shape.
     """
     return float(np.sqrt(((ours - stock) ** 2).mean()) / stock.std())
 

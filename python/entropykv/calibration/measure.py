@@ -93,7 +93,7 @@ class CalibrationSettings:
     compared_texts: int = 6
 
     def __post_init__(self) -> None:
-        """Check every field; raises SettingsError."""
+        """Raise SettingsError for a value out of range, naming the field."""
         least = {"n_sequences": 1, "max_length": 4, "seed": 0, "n_threads": 0, "curve_texts": 0}
         for name, low in {**least, "compared_texts": 0}.items():
             if getattr(self, name) < low:
@@ -349,7 +349,9 @@ class Measured:
     all_rows: FloatArray
 
     def chosen(self, rows: str) -> FloatArray:
-        """Return the entropies over the attention rows with this name, one of ROWS."""
+        """Return the entropies over the attention rows with this name, one of ROWS; the shape is
+        (n_texts, n_layer, n_head).
+        """
         return self.quarters if rows == "quarters" else self.all_rows
 
     def summary(self, settings: CalibrationSettings, kv_type: str) -> Measurement:
@@ -418,7 +420,9 @@ def quarter_rows(n_tokens: int) -> list[int]:
 
 
 def correlation(a: FloatArray, b: FloatArray) -> float | None:
-    """Return Pearson's r of the entropies of all heads; None if one side does not vary."""
+    """Return Pearson's r of two arrays of the same shape, over all their values; None if one of
+    them does not vary.
+    """
     if a.std() < 1e-12 or b.std() < 1e-12:
         return None
     return float(np.clip(np.corrcoef(a.ravel(), b.ravel())[0, 1], -1.0, 1.0))

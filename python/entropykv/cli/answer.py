@@ -61,7 +61,9 @@ def use_in_template(options: argparse.Namespace) -> None:
 
 
 def thinking_options_of(options: argparse.Namespace) -> ThinkingOptions:
-    """Return the settings of thoughts in the options; raises SettingsError."""
+    """Return the settings of thoughts in the options; raises SettingsError for a message too
+    long.
+    """
     message = options.reasoning_budget_message
     if len(message) > MOST_MESSAGE:
         raise SettingsError(

@@ -119,7 +119,8 @@ class CommandParser(argparse.ArgumentParser):
                 self._refuse_bare_model(kept)
             raise
         self._refuse_bare_model(parsed[1])
-        if parsed[1] and self._subparsers is None:  # argparse names the --help of all commands.
+        # argparse's own error would name another --help.
+        if parsed[1] and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(parsed[1])}")
         if len(notes) == 1:
             ((flag, why),) = notes.items()

@@ -146,7 +146,10 @@ def _read_on_node(reading: _Reading, task: DocumentTask) -> DocumentRead:
 
 
 def read_each(options: argparse.Namespace) -> int:
-    """Read every file; returns the exit code."""
+    """Read every file as a document of its own; returns the exit code. Raises the errors of
+    open_engine() and read_document(), SettingsError for options that do not go with --each, and
+    SessionFileError for a document that a node wrote where this machine cannot see it.
+    """
     tasks = _tasks(options)
     _check(options)
     fetch_named(options)

@@ -193,7 +193,7 @@ def _use_demo(options: argparse.Namespace) -> str | None:
     """Use the demo's document as -f, and its question as -p without one; returns the question if it
     is used.
 
-    None is used with -f, whose file is the prompt, and with a loaded session, which has already
+    Neither is used with -f, whose file is the prompt, or with a loaded session, which has already
     read a document.
     """
     demo = demo_of(options)

@@ -92,7 +92,7 @@ class I2sTensor(TernaryTensor):
         return i2s_row_step(self.shape[1], self.layout)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Unpack the codes of `count` rows from row `first` on."""
+        """Unpack the codes of `count` rows from row `first` on; returns (count, columns)."""
         columns = self.shape[1]
         codes = read_bytes(self.path, self.offset + first * columns // 4, count * columns // 4)
         return unpack_i2s(codes, (count, columns), self.layout)

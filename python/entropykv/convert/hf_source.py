@@ -72,8 +72,8 @@ class PackedTensor(TernaryTensor):
     divides: bool
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Unpack `count` rows from row `first` on: two bits of every byte hold one quarter of the
-        rows. Raises ModelFileError for values other than -1, 0 and 1.
+        """Unpack `count` rows, (count, columns), from row `first` on: two bits of every byte hold
+        one quarter of the rows. Raises ModelFileError for values other than -1, 0 and 1.
         """
         n_packed = self.stored.shape[0]
         parts = []
@@ -108,7 +108,7 @@ class MasterTensor(TernaryTensor):
     _inverse: list[np.float32] = field(default_factory=list)
 
     def rows(self, first: int, count: int) -> Ternary:
-        """Read `count` rows from `first` on, and quantise them."""
+        """Read `count` rows from `first` on, and quantise them; returns (count, columns)."""
         return quantize_absmean(self.master.float_rows(first, count), self.inverse())
 
     def inverse(self) -> np.float32:

@@ -189,7 +189,8 @@ def ternary_kind(row: int, weight_type: str = WEIGHT_TYPES[0]) -> Kind:
 
 
 def quantized(label: str, values: Floats, kind: Kind) -> Bytes:
-    """Quantise rows of floats to the bytes of another type.
+    """Quantise floats, (rows, columns), to the bytes of another type, (rows, bytes of a row). For
+    F32 and F16, `values` may have any shape, whose last axis becomes bytes.
 
     ggml's own quantiser does the work, since gguf's lacks Q6_K. Raises ModelFileError where the
     values do not fit the type; `label` names the tensor in it.

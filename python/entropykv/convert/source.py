@@ -42,7 +42,7 @@ class Tensor(ABC):
         """Return the whole tensor, dequantised to float32, in its shape."""
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Yield all values of the tensor, some rows at a time."""
+        """Yield all values of the tensor in order, as one array or as arrays of some rows."""
         yield self.floats()
 
 
@@ -62,11 +62,13 @@ class FileTensor(Tensor):
         return math.prod(self.shape) // block * block_bytes
 
     def raw(self) -> Bytes:
-        """Read all bytes, as they are stored."""
+        """Read all bytes, as they are stored; returns (n_bytes,)."""
         return read_bytes(self.path, self.offset, self.n_bytes)
 
     def raw_chunks(self) -> Iterator[Bytes]:
-        """Yield all bytes as they are stored, some rows at a time."""
+        """Yield all bytes as they are stored, some rows at a time, each time (rows, bytes of a
+        row).
+        """
         columns = self.shape[-1]
         rows = math.prod(self.shape[:-1])
         step = max(1, CHUNK_ELEMENTS // columns)
@@ -87,7 +89,7 @@ class FileTensor(Tensor):
         return self._as_floats(self.raw_rows(first, count))
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Yield all values of the tensor, some rows at a time."""
+        """Yield all values of the tensor, some rows at a time, each time (rows, columns)."""
         for data in self.raw_chunks():
             yield self._as_floats(data)
 
@@ -149,11 +151,11 @@ class TernaryTensor(Tensor):
             yield self.rows(first, min(step, rows - first))
 
     def floats(self) -> Floats:
-        """Return the ternary values times the scale."""
+        """Return the ternary values times the scale, (rows, columns)."""
         return np.concatenate(list(self.float_chunks()))
 
     def float_chunks(self) -> Iterator[Floats]:
-        """Yield ternary values times scale, some rows at a time."""
+        """Yield ternary values times scale, some rows at a time, each time (rows, columns)."""
         for ternary in self.ternary_chunks():
             yield ternary.astype(np.float32) * self.scale()
 
@@ -196,8 +198,8 @@ def read_bytes(path: Path, offset: int, count: int) -> Bytes:
 
 
 def as_floats(data: Bytes, kind: GGMLQuantizationType) -> Floats:
-    """Dequantise rows of bytes to float32; raises NotImplementedError for a type that gguf cannot
-    read.
+    """Dequantise rows of bytes, (rows, bytes of a row), to float32, (rows, columns); raises
+    NotImplementedError for a type that gguf cannot read.
     """
     if kind == GGMLQuantizationType.BF16:
         return (data.view("<u2").astype(np.uint32) << 16).view(np.float32)

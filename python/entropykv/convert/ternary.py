@@ -55,10 +55,11 @@ def i2s_row_step(columns: int, layout: str) -> int:
 def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ternary:
     """Unpack the codes of an I2_S tensor (type 36 of Microsoft's BitNet fork), without its tail.
 
-    `codes`: rows * columns / 4 bytes. The codes mean 0: -1, 1: 0, 2: +1, 3: 0. x86: a block of 32
-    bytes holds 128 elements, element j in byte j % 32, highest bits first. arm64: the same with 64
-    elements in 16 bytes. In both layouts, blocks run over the flat tensor, across rows. rows4: a
-    byte holds one column of four rows. Source: quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
+    `codes`: rows * columns / 4 bytes; `shape`: (rows, columns), that of the result. The codes mean
+    0: -1, 1: 0, 2: +1, 3: 0. x86: a block of 32 bytes holds 128 elements, element j in byte j % 32,
+    highest bits first. arm64: the same with 64 elements in 16 bytes. In both layouts, blocks run
+    over the flat tensor, across rows. rows4: a byte holds one column of four rows. Source:
+    quantize_i2_s in the fork's ggml-bitnet-mad.cpp.
     """
     columns = shape[1]
     # The shape is (blocks, 4, n): the four pairs of bits of a byte, highest first, are n elements
@@ -68,7 +69,8 @@ def unpack_i2s(codes: Bytes, shape: tuple[int, int], layout: str = "x86") -> Ter
 
 
 def unpack_hf(packed: Bytes, quarter: int) -> Ternary:
-    """Unpack a quarter (0 to 3) of the rows of a uint8 weight of transformers' BitNet.
+    """Unpack one quarter (0 to 3) of the rows of a uint8 weight of transformers' BitNet, in the
+    shape of `packed`.
 
     Row r of a weight of 4 * n rows is in bits 2 * (r // n) of packed row r % n. Source:
     unpack_weights in transformers' integrations/bitnet.py. As there, an invalid code 3 becomes 2,
@@ -105,8 +107,8 @@ def absmean_inverse(mean: np.float32) -> np.float32:
 
 
 def quantize_absmean(weights: Floats, inverse: np.float32) -> Ternary:
-    """Round master weights to -1, 0 and 1 in F32, as WeightQuant does in transformers'
-    integrations/bitnet.py.
+    """Round master weights, of any shape, to -1, 0 and 1 in F32, as WeightQuant does in
+    transformers' integrations/bitnet.py.
 
     The scale of the result is 1 / `inverse`, see absmean_inverse().
     """

@@ -64,7 +64,8 @@ def read(session: AnySession, tokens: Sequence[int], tick: Tick) -> tuple[Logits
 def write(
     session: AnySession, logits: Logits, n_tokens: int, tick: Tick, *, stops: bool = False
 ) -> Written:
-    """Write n_tokens greedily, the first by `logits`; fewer if `stops` is set and the text ends.
+    """Write n_tokens greedily, the first by `logits`, (n_vocab,); fewer if `stops` is set and the
+    text ends.
 
     If the session has a recovery ladder, it is used, except for its last rung, which would write
     tokens again.
@@ -162,7 +163,9 @@ class AnswersPart(EvalPart):
 
     @abstractmethod
     def answer(self, session: AnySession, last: Logits, item: Any, tick: Tick) -> Values:
-        """Answer behind the text of an item, whose last logits are `last`; returns the figures."""
+        """Answer behind the text of an item, whose last logits are `last`, (n_vocab,); returns the
+        figures.
+        """
 
 
 def grow(session: Session, n_tokens: int) -> None:

@@ -288,6 +288,6 @@ class ReferenceHead:
 
 
 def losses_at(scores: Floats, knots: Sequence[int]) -> Floats:
-    """Return the sum of all but the k largest scores, for every k in `knots`."""
+    """Return the sum of all but the k largest scores, for every k in `knots`: (knots,)."""
     ascending = np.sort(scores)
     return np.array([ascending[: max(len(scores) - k, 0)].sum() for k in knots])

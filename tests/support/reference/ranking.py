@@ -59,7 +59,8 @@ def protected(positions: Ints, newest: int, n_sinks: int, recent_window: int) ->
 def select_survivors(
     scores: npt.NDArray[Any], positions: Ints, keep: int, n_sinks: int, recent: int, newest: int
 ) -> Bools:
-    """Return which entries survive: the protected ones, then the highest scores, up to `keep`.
+    """Return which entries survive, (n,): the protected ones, then the highest scores, up to
+    `keep`.
 
     Of equal scores, the first one survives.
     """

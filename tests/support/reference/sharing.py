@@ -75,7 +75,7 @@ def curve_shares(
 
 
 def layer_shares(entropies: Floats, total: float, in_range: tuple[int, int] | None) -> Floats:
-    """Return the shares of layers by Kim and Jung (2025): k_l = total * I_l / sum I.
+    """Return the shares of layers, (n_layer,), by Kim and Jung (2025): k_l = total * I_l / sum I.
 
     With `in_range`, I_l is first scaled linearly into that range.
     """
