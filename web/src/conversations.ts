@@ -167,7 +167,8 @@ export function choose(id: string): void {
   save();
 }
 
-// A new conversation has the settings of the one before.
+// Begins a conversation with the settings of the chosen one, unless there is an empty one, which is
+// then chosen.
 export function begin(): void {
   const empty = state.value.list.find((each) => each.messages.length === 0 && !each.document);
   if (empty) {

@@ -72,7 +72,7 @@ export async function readDocument(file: string, text: string): Promise<void> {
   }
 }
 
-// Ask how far a document is until it is read; the function that is returned ends this.
+// Ask how far a document is until it is read; the function that is returned stops that.
 export function watchDocument(name: string): () => void {
   const controller = new AbortController();
   const ask = async (): Promise<void> => {

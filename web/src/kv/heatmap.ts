@@ -51,7 +51,7 @@ export class Palette {
   }
 }
 
-// Draws the map as an image with one pixel per cell.
+// Draws the map as an image with one pixel for each row and column.
 export function imageOf(map: HeldMap, palette: Palette): ImageData {
   const image = new ImageData(map.columns, map.rows);
   const pixels = new Uint32Array(image.data.buffer);

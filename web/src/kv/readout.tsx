@@ -1,4 +1,4 @@
-// Shows details of the position that the pointer is at.
+// Shows the position that the pointer is at: its token, and how many heads hold it.
 import type { JSX } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { useStore } from "../store";
@@ -29,7 +29,6 @@ function useTextAt(map: HeldMap, at: number | null, shown: boolean): HeldText | 
   return text;
 }
 
-// Shows the token at the pointer, and how many heads hold it.
 interface Props {
   map: HeldMap;
   at: number | null;

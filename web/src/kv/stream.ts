@@ -40,14 +40,15 @@ export interface About {
 // Describes a conversation, and its share of the pool.
 export interface Holder {
   id: string;
-  // The client's name for it: a conversation of this page has its own id, a document its name.
+  // The client's name for the conversation: its id if it is one of this page, or the name of the
+  // document.
   name: string | null;
   // True for a document, which conversations copy.
   document: boolean;
   position: number;
   state: "active" | "idle" | "swapped_out" | "waiting";
   idle_seconds: number;
-  // Entries that it lost so that others get pages.
+  // Entries that the conversation lost so that others get pages.
   given_up: number;
   swapped_out: boolean;
   // Bytes of the conversation that are stored outside of the pool.

@@ -24,8 +24,8 @@ export function ShadedText({ conversation, at, onPoint }: Props): JSX.Element {
   const position = now?.conversations.find((each) => each.id === conversation)?.position ?? 0;
   const [first, setFirst] = useState<number | null>(null);
   const [text, setText] = useState<HeldText | null>(null);
-  // The conversation had ended when it had this position. It is asked for again if it reads on: with
-  // replicas, another one may have answered.
+  // The position of the conversation when the server no longer had it. Its text is asked for again
+  // once it reads on, because another replica may have answered.
   const [endedAt, setEndedAt] = useState<number | null>(null);
   const ended = endedAt === position;
   const asked = useRef(0);
