@@ -39,7 +39,8 @@ class ConstraintFields(BaseModel):
     """The fields of a request that say what the answer must be; one of them may be given."""
 
     grammar: Source | None = Field(
-        default=None, description="A grammar in GBNF; in Lark if it begins with %llguidance."
+        default=None,
+        description="A grammar in GBNF; in Lark if a line begins with %llguidance or start:.",
     )
     json_schema: dict[str, Any] | bool | None = Field(
         default=None, description="A JSON schema, as llama-server takes it."
