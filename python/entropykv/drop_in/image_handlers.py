@@ -42,8 +42,8 @@ class BudgetImageHandler:
         return BudgetImageHandler(handler) if isinstance(handler, _HANDLERS) else handler
 
     def __call__(self, *, llama: Any, **arguments: Any) -> Any:
-        """Answer a chat; raises ImageError, ContextError, and the errors of opening the
-        projector.
+        """Answer a chat; raises ImageError for an image that cannot be read, ContextError for a
+        prompt that is too long, and the errors of opening the projector.
         """
         images = self._images_of(llama)
         handler = copy.copy(self.handler)

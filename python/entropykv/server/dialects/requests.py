@@ -328,7 +328,7 @@ def mixed_tokens(
     param: str = "prompt",
 ) -> list[int]:
     """Return the tokens of a text, or of a list of tokens and texts; raises RequestError for tokens
-    that are not in the vocabulary.
+    that are not in the vocabulary, and for a text that takes too long to tokenise.
 
     `begins`: a text at the beginning gets the token with which texts of the model begin. `special`:
     names of control tokens become such tokens.

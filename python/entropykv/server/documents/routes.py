@@ -76,7 +76,7 @@ def fields_of(body: bytes, kind: str) -> dict[str, FormField]:
 
 def document_name(fields: Mapping[str, FormField]) -> str:
     """Return the name of the document that a form sends: the field `name`, or its file's name
-    without the ending.
+    without the ending; empty without both. Raises RequestError (400) for a field that is not UTF-8.
     """
     if "name" in fields:
         return text_of(fields["name"], "name")

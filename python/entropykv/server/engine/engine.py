@@ -95,7 +95,7 @@ class Job:
     """The document that the job asks about."""
     arrival: float = field(default_factory=time.monotonic)
     first: float | None = None
-    """The time at which its first chunk was ready."""
+    """When the job's first chunk was ready, by time.monotonic(); None before that."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def check(self) -> None:
@@ -138,8 +138,9 @@ class Engine:
     ) -> None:
         """Use a loaded model; with `interrupt`, a new request ends the streams of the same user.
 
-        `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes.
-        `documents`: where documents are kept; they are read as one of the pool's sequences.
+        `shared_prefixes`: whether conversations with the same key may reuse each other's prefixes;
+        the model gets this setting, too. `documents`: where documents are kept; they are read as
+        one of the pool's sequences.
         """
         self.model = model
         """The model, for callers that only use its vocabulary."""

@@ -76,7 +76,9 @@ async def _done(
 
 
 def _path(directory: Path, action: Action, name: str, user: str) -> Path:
-    """Return the path of a file; raises RequestError for a name outside the user's folder."""
+    """Return the path of a file in the user's folder, which is made if necessary; raises
+    RequestError for an impossible name, a file that is missing, and too many files.
+    """
     if not _FILE_NAME.fullmatch(name):
         raise RequestError(
             400,

@@ -81,7 +81,9 @@ class Conversations:
             self._held[caller] = stamp
 
     def leave(self, caller: Caller) -> None:
-        """Save a conversation after its turn; an error only means that it must be read again."""
+        """Save a conversation after its turn, and remove the oldest files beyond the limit; an
+        error only means that the conversation must be read again.
+        """
         self._held.pop(caller, None)
         path = self.path(caller)
         try:

@@ -1,7 +1,7 @@
 """Receive the whole body of a request, then parse it once, within limits.
 
 No other part of the server waits for a client's bytes. Therefore a slow upload blocks neither a
-slot nor the turn of a conversation.
+lane nor the turn of a conversation.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ async def _read(model: type[BaseModel], body: bytes, ignores: bool) -> BaseModel
 
 
 def read_body(model: type[BaseModel], body: bytes, *, ignores_unknown: bool = False) -> BaseModel:
-    """Parse a JSON body as a model; raises RequestError (400), which names the field.
+    """Parse a JSON body as an object of the pydantic class `model`; raises RequestError (400),
+    which names the field, if it is none.
 
     `ignores_unknown`: see check_names().
     """

@@ -54,8 +54,8 @@ _NOT_HERE = {
 def load_model(
     options: ModelOptions, images: ImageLimits | None = None, *, documents: bool = False
 ) -> LoadedModel:
-    """Load the model and make its pool; raises the errors of Pool. `images`: the limits for the
-    images of requests.
+    """Load the model and make its pool; raises the errors of path_of(), of Pool, and of opening the
+    projector. `images`: the limits for the images of requests.
 
     `documents`: whether documents are read, for which the pool has one more sequence.
     """
