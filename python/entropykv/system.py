@@ -115,7 +115,7 @@ def lock(descriptor: int, *, shared: bool = False) -> bool:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except PermissionError:  # Windows says so of another process's lock.
+    except PermissionError:  # Windows raises this for another process's lock.
         if WINDOWS:
             return False
         raise

@@ -252,7 +252,7 @@ class BudgetContext(internals.LlamaContext):
         if first < self.session.position:
             try:
                 self.session.text.truncate(first)
-            # The session's pool has given it a smaller share since it last read.
+            # The session's pool has given the session a smaller share since it read the text.
             except ContextError:
                 return False
         return True

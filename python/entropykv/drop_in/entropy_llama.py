@@ -180,7 +180,7 @@ class EntropyLlama(llama_cpp.Llama):
                     reason, "check the file, and the arguments for llama_cpp.Llama"
                 )
                 raise ModelFileError(f"{model_path}: {reason}; {way_out}") from error
-        if self.lora_path and not self._lora_adapter:  # Llama itself does not report this.
+        if self.lora_path and not self._lora_adapter:  # Llama reports no adapter that fails.
             raise ModelFileError(
                 f"{self.lora_path}: llama.cpp cannot load it; give a LoRA adapter of this model"
             )
@@ -196,7 +196,7 @@ class EntropyLlama(llama_cpp.Llama):
     @property
     def model_params(self) -> Any:
         """Return llama.cpp's llama_model_params, with which Llama loads the model."""
-        return self.__dict__["model_params"]  # After attach(), those of the loaded Llama.
+        return self.__dict__["model_params"]  # Those of the loaded Llama after attach().
 
     @model_params.setter
     def model_params(self, parameters: Any) -> None:

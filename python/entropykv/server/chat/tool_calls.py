@@ -20,7 +20,7 @@ from entropykv.thinking.reader import begun
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _OF_CALLS = _ARGUMENTS | {"name", "id", "type"}
-"""The members of a call's object."""
+"""The members that the JSON object of a call may have."""
 _PLAIN = frozenset(
     {"type", "properties", "required", "title", "description", "$defs", "definitions", "$schema"}
 )

@@ -372,7 +372,7 @@ class Readings:
                 _let_go(reading, goes_on=False)
             self._of.pop(path, None)
             if (going_on := self._removals.get(path)) is not None:
-                return going_on, reading, False  # The newer reading had only its text.
+                return going_on, reading, False  # The newer reading had written only its text.
             removal = self._removals[path] = Removal(is_known)
             if reading is None or reading.status != "reading":
                 return removal, reading, True

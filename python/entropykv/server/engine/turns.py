@@ -74,7 +74,7 @@ class Conversations:
         self._held.pop(caller, None)
         try:
             held.load(caller, path)
-        # Continue without it, because the request contains the whole text.
+        # Continue without the conversation, because the request contains the whole text.
         except EntropyKVError as error:
             _logger.warning("%s", error)
         else:

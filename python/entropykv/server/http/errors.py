@@ -95,7 +95,7 @@ def as_request_error(error: BaseException) -> RequestError:
     if isinstance(error, TemplateError):
         return RequestError(400, f"the chat template refuses this: {error}", param="messages")
     if isinstance(error, ValueError | PoolError):
-        # The pool has nothing more that it can swap out or close.
+        # A PoolError means that the pool has nothing more to swap out or close.
         return RequestError(503 if isinstance(error, PoolError) else 400, str(error))
     # Macros of a template that recursively process a tool's schema raise RecursionError, for
     # example.

@@ -435,7 +435,7 @@ class ModelRegistry:
 
     def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)  # The event loop alone would not keep a reference to it.
+        self._tasks.add(task)  # The event loop keeps no reference to tasks.
         task.add_done_callback(self._tasks.discard)
         return task
 
@@ -473,7 +473,7 @@ def _with_path(options: ModelOptions) -> ModelOptions:
 def _give_memory_back() -> None:
     """Return freed memory to the system, including that of objects in reference cycles."""
     gc.collect()
-    trim = system.c_function("malloc_trim")  # Only glibc has it.
+    trim = system.c_function("malloc_trim")  # Only glibc has malloc_trim().
     if trim is not None:
         trim(0)
 
