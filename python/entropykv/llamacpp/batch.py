@@ -91,7 +91,9 @@ class MicroBatch:
         return self._rows(context, [part.n_rows for part in parts])
 
     def _rows(self, context: Any, numbers: Sequence[int]) -> list[Rows | None]:
-        """Copy the context's logits for each part, because the next decode overwrites them."""
+        """Return a copy of the context's logits for each part, because the next decode overwrites
+        them; None for a part without logits.
+        """
         n_rows = sum(numbers)
         if n_rows == 0:
             return [None] * len(numbers)

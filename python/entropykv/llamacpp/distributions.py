@@ -46,7 +46,7 @@ class Divergences(NamedTuple):
 
 
 def divergences(reference: Logits, other: Logits) -> Divergences:
-    """Return how far the other logits are from the reference's, row by row.
+    """Return how far the other logits are from the reference's, row by row: (rows, n_vocab) each.
 
     A token that the reference excludes, with a logit of minus infinity, adds nothing.
     """

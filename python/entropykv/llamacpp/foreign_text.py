@@ -29,7 +29,7 @@ PARSE_SPECIAL = (
 )
 """What `parse_special` does, for --help: texts are not kept from naming control tokens."""
 _JOINER = "\u2060"
-"""A character without width, which keeps two others together."""
+"""A character without width, the word joiner of Unicode."""
 _NAMED = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 """The kinds of tokens that plain text never becomes, whatever it says."""
 _SPACES = " \t\n\v\f\r"

@@ -156,7 +156,8 @@ class Model:
         """Read the header, then load the weights (memory-mapped unless `options` say otherwise).
 
         `geometry`: the result of read_loadable(), if the header was already read. `repack`: let
-        llama.cpp repack weights for its own kernels, which then nobody else can read.
+        llama.cpp repack weights for its own kernels, which then nobody else can read. `verbose`:
+        llama.cpp prints its log from now on, for all models.
         """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = geometry or read_loadable(path)
@@ -267,7 +268,8 @@ class Model:
 
     def tokenize(self, text: str, *, add_bos: bool, special: bool) -> list[int]:
         """Return the tokens of a text; `special` recognises control tokens such as <|im_start|>,
-        but none within what said() has marked.
+        but none within what said() has marked. `add_bos`: put a BOS token first if the model wants
+        one.
         """
         if MARK not in text:
             return self._tokenize(text, add_bos=add_bos, special=special)
@@ -288,7 +290,9 @@ class Model:
     def tokenize_bytes(
         self, data: bytes, *, add_bos: bool = False, special: bool = False
     ) -> list[int]:
-        """Return the tokens of a text that may begin within a character."""
+        """Return the tokens of a text that may begin within a character; `add_bos`, `special`: as
+        in tokenize().
+        """
         size = len(data) + 16
         while True:
             tokens = (llama_cpp.llama_token * size)()
@@ -301,7 +305,9 @@ class Model:
             size = -count
 
     def token_bytes(self, token: int, *, special: bool = False) -> bytes:
-        """Return the bytes of one token, which may be only a part of a character."""
+        """Return the bytes of one token, which may be only a part of a character; none for a
+        control token unless `special`.
+        """
         size = 64
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -314,7 +320,9 @@ class Model:
             size = -count
 
     def detokenize(self, tokens: Sequence[int], *, special: bool) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become replacement characters."""
+        """Return the text of tokens, with control tokens if `special`; bytes that are not UTF-8
+        become replacement characters.
+        """
         pieces = (self.token_bytes(token, special=special) for token in tokens)
         return b"".join(pieces).decode("utf-8", errors="replace")
 

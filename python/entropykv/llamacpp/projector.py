@@ -67,7 +67,7 @@ zeros are refused.
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Hold tokens of a prompt between two images."""
+    """Hold tokens of a prompt before, between or behind its images."""
 
     tokens: list[int]
 
@@ -111,7 +111,8 @@ class Projector:
         n_threads: int,
         use_gpu: bool = False,
     ) -> None:
-        """Load the file; its header is checked before llama.cpp reads it.
+        """Load the file; its header is checked before llama.cpp reads it. `use_gpu`: run the
+        encoder on a GPU, if llama.cpp was built for one.
 
         Raises ModelFileError for a file that is not a projector, is damaged, or was made for
         another model, and UnsupportedModelError if llama-cpp-python lacks libmtmd, or if the file

@@ -85,7 +85,7 @@ def policy_named(
     learnt: LearntPredictor | None = None,
 ) -> Policy:
     """Return the policy with this name, which may be `auto` or `fast`, or the policy of a user's
-    object.
+    object. `profile`: that of the model, or None.
 
     `freezes`: evicted entries are frozen. `recurrent`: the model has recurrent layers, which cannot
     read a text twice. `predictable`: the model's keys before RoPE are known, which predictors need.

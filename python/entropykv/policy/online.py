@@ -59,8 +59,8 @@ def online_budgets(
 ) -> OnlineBudgets | None:
     """Return the online budgets of a policy, or None if its budgets do not follow the text.
 
-    `freezes`: evicted entries are frozen and may return, so that budgets need not be limited to
-    what a KV head holds.
+    `profile`: the one that the policy uses, if any. `freezes`: evicted entries are frozen and may
+    return, so that budgets need not be limited to what a KV head holds.
     """
     if policy.own is not None:
         follows = type(policy.own).observe is not OwnPolicy.observe

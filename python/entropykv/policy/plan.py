@@ -260,8 +260,8 @@ def plan_flat(
 ) -> FlatPlan:
     """Convert a budget to entries and cells; a byte budget includes the cells of one micro-batch.
 
-    `cell_bytes`: the bytes of K and V of one token in all layers. Raises BudgetError as
-    plan_headwise() does.
+    `cell_bytes`: the bytes of K and V of one token in all layers. `recent_window` None: half of the
+    budget. Raises BudgetError as plan_headwise() does.
     """
 
     def cells(entries: int) -> int:

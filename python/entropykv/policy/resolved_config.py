@@ -342,8 +342,8 @@ class ResolvedConfig:
         as the conversations can use.
 
         A budget that is a fraction refers to all conversations with full contexts; a budget in
-        tokens or bytes is for all conversations together. Raises BudgetError as headwise_plan()
-        does.
+        tokens or bytes is for all conversations together. Arguments and errors are those of
+        headwise_plan().
         """
         budget = self.options.budget if budget is None else budget
         n_sequences = self.options.n_sequences or 1

@@ -65,7 +65,7 @@ class LearntPredictor:
     n_texts: int
     """How many texts the predictor was learnt from."""
     complete: bool
-    """True if it is not changed any more."""
+    """True if the predictor is not changed any more."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object, without the checksum."""
@@ -188,7 +188,9 @@ def folder() -> Path:
 
 
 def find_learnt(geometry: ModelGeometry) -> LearntPredictor | None:
-    """Return what earlier processes have learnt of a model; None if nothing can be read."""
+    """Return what earlier processes have learnt of a model; None if nothing can be read. Raises
+    ModelFileError if the model's file cannot be read.
+    """
     try:
         return LearntFile.of(geometry).read()
     except (OSError, ProfileError, RuntimeError):

@@ -50,7 +50,7 @@ class Fingerprint:
     norms_sha256: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this part."""
+        """Return the JSON object of the fingerprint."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def is_of_file(self, other: Fingerprint) -> bool:
@@ -72,7 +72,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, value: object, where: str) -> Fingerprint:
-        """Read the JSON object of this part; ProfileError names the field."""
+        """Read the JSON object of a fingerprint; ProfileError names the field."""
         names = [name for name in cls.__dataclass_fields__ if name != "norms_sha256"]
         if isinstance(value, dict) and "norms_sha256" in value:
             names.append("norms_sha256")
@@ -123,7 +123,7 @@ class Measurement:
     spread: FloatArray
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of this part."""
+        """Return the JSON object of the measurement."""
         data = dict(vars(self))
         data["texts"] = [{"name": name, "tokens": tokens} for name, tokens in self.texts]
         for name in ("quarters", "all_rows", "spread"):

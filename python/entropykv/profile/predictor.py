@@ -139,7 +139,7 @@ class ScorePredictor:
         a field.
         """
         n_layer, n_head_kv = shape
-        trusts = isinstance(value, dict) and "trust" in value  # Earlier versions did not write it.
+        trusts = isinstance(value, dict) and "trust" in value  # Earlier versions wrote no trust.
         data = object_in(value, where, "predictor", (*_NAMES, *(["trust"] if trusts else [])))
         sizes = data["n_features"]
         if not isinstance(sizes, list) or len(sizes) != n_layer:

@@ -89,7 +89,8 @@ def complete_document(
 ) -> SavedContents | None:
     """Return the contents of a file if it holds what read_document() would write, else None.
 
-    The arguments are those of read_document(). The whole file is read and checked.
+    The arguments are those of read_document(). The whole file is read and checked. Raises
+    ContextError as read_document() does.
     """
     try:
         with open_session(path) as reader:
@@ -170,7 +171,7 @@ def _continue_from(
     session: Session, partial: Path, note: DocumentNote, tokens: Sequence[int]
 ) -> None:
     """Load a partial file if it holds the beginning of the same document."""
-    with contextlib.suppress(SessionFileError):  # If it does not fit, read all.
+    with contextlib.suppress(SessionFileError):  # If the file does not fit, all text is read.
         with open_session(partial) as reader:
             if reader.contents.document != note or reader.settings != session.files.settings:
                 return

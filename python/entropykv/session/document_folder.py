@@ -285,7 +285,8 @@ class DocumentFolder:
 
 
 def folder_of(place: str | os.PathLike[str], limit_bytes: int | None) -> DocumentFolder:
-    """Return the folder for a directory, or for an address in object storage.
+    """Return the folder for a directory, or for an address in object storage; `limit_bytes`: as in
+    DocumentFolder.
 
     The copies of what is stored at an address are in the user's cache directory. Raises OSError if
     the directory cannot be made, and the errors of ObjectStorage().

@@ -77,7 +77,7 @@ class DraftModel:
         return sum(each["kv_bytes_budget"] for each in counters)
 
     def close(self) -> None:
-        """Free the model after the running step."""
+        """Free the small model after the running step."""
         self._runner.close()
 
 

@@ -361,7 +361,7 @@ def read_prompt(
     companions: Companions = ALONE,
 ) -> None:
     """Read tokens of a prompt and count them; their log probabilities are recorded if that was
-    requested.
+    requested. `on_prompt`: as in generate_tokens().
     """
     start, before, done = time.perf_counter(), session.position, 0
     recorder = companions.recorder

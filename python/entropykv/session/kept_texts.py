@@ -42,7 +42,7 @@ class InPool:
     position: int
     pages: StoreCheckpoint
     to_state: Callable[[StoreCheckpoint], StoreState]
-    """Converts the pages to a state outside the pool."""
+    """A function that converts the pages to a state outside the pool."""
     state: StoreState
     """What `to_state` returns for the pages, but without sections, which are made only when the
     text leaves the pool.
@@ -238,9 +238,8 @@ class KeptTexts:
             )
         self.checkpoint_limit = most
         self.index = PrefixIndex()
-        """Everything that a prompt may continue from. Whoever else keeps texts of the pool adds
-        them, as a server does; of those that are kept here, only checkpoints are found by their
-        tokens.
+        """The index of everything that a prompt may continue from. A server adds texts of its own;
+        of the kept texts, only checkpoints are found by their tokens.
         """
         self._staying: KeptText | None = None
         self._directory: Path | None = None
@@ -272,8 +271,8 @@ class KeptTexts:
         return sum(each.n_bytes for each in self.swapped_out)
 
     def keep(self, kept: KeptText, tier: InPool | Outside) -> KeptText:
-        """Keep a text, of which `tier` holds what its store had kept. If there is no room for it
-        outside the pool, drops it and raises PoolError.
+        """Keep a text, of which `tier` holds what its store had kept. If there is no room for the
+        text outside the pool, drops it and raises PoolError.
 
         A checkpoint replaces the tenant's earlier one of the same text.
         """
@@ -389,7 +388,7 @@ class KeptTexts:
                     self.leave_pool(kept)
                 except PoolError:
                     fits = False
-            if not fits:  # The text can be read again.
+            if not fits:  # The text of a checkpoint can be read again.
                 self.drop(kept)
             return True
         return False

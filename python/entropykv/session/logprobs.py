@@ -29,8 +29,8 @@ class TokenLogprob:
 
     token: int
     logprob: float | None
-    """The natural logarithm of its probability; None for the first token of a text, before which
-    there are no logits.
+    """The natural logarithm of the token's probability; None for the first token of a text, before
+    which there are no logits.
     """
     top: tuple[tuple[int, float], ...] = ()
     """The most probable tokens with their log probabilities, in descending order."""

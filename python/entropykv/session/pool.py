@@ -160,8 +160,8 @@ class Pool:
         `weight`: the weight of its share, relative to the others, from 0.001 to 1000. `recovery`
         None: that of the pool. `on_climb`: see Session. `tenant`: whose texts it may continue from,
         for example the name of a user: the session finds only checkpoints of sessions of the same
-        tenant. Raises SettingsError for another weight, EntropyKVError for a closed pool, and
-        PoolError if of_one() made the pool and its session is open.
+        tenant. Raises SettingsError for another weight, EntropyKVError for a closed pool,
+        PoolError if of_one() made the pool and its session is open, and BudgetError without memory.
         """
         recovery = recovery or self._runner.config.options.recovery
         return Session.of_pool(self, self._runner, recovery, on_climb, weight=weight, tenant=tenant)

@@ -285,8 +285,8 @@ class SequenceReader:
             self._store.freezing.check()
 
     def _decode(self, part: Part, arrival: int) -> Logits | None:
-        """Decode a micro-batch at the end of the text, and return its logits; if this fails
-        half-way, the sequence is marked as broken.
+        """Decode a micro-batch at the end of the text, and return its logits, or None without any;
+        if this fails half-way, the sequence is marked as broken.
         """
         slot = self._slot
         slot.broken = True

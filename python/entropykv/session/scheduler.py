@@ -55,10 +55,10 @@ class Work:
 def choose(waiting: Sequence[Work], *, together: bool, singles_turn: bool) -> list[Work]:
     """Return the works of one step: all single tokens, then the first piece of a prompt.
 
-    Without `together`, a step reads either the single tokens or the piece, in turns: recurrent
-    layers accept only sequences of equal length, a device attends to single tokens of several
-    sequences in llama.cpp's own graph if nothing else is read, and llama.cpp reads either tokens or
-    embeddings in one step.
+    Without `together`, a step reads either the single tokens or the piece, in turns
+    (`singles_turn`): recurrent layers accept only sequences of equal length, a device attends to
+    single tokens of several sequences in llama.cpp's own graph if nothing else is read, and
+    llama.cpp reads either tokens or embeddings in one step.
     """
     singles = [work for work in waiting if work.is_single]
     pieces = [work for work in waiting if not work.is_single]

@@ -193,7 +193,7 @@ class PredictorFit:
 
     @property
     def candidate(self) -> ScorePredictor | None:
-        """Return the predictor as far as it is known, complete or not."""
+        """Return the predictor as far as it is known, complete or not; None if nothing is known."""
         return None if self._growing is None else self._growing.predictor
 
     @property

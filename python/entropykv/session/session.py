@@ -192,7 +192,7 @@ class Session:
         """The bytes of the copy of the entries' importance that session/passages.py holds."""
         self._closed = False
 
-    if not TYPE_CHECKING:  # A type checker reports these names.
+    if not TYPE_CHECKING:  # So a type checker reports deprecated names.
 
         def __getattr__(self, name: str) -> Any:
             """Return what a deprecated name stands for, with a DeprecationWarning."""
@@ -246,8 +246,9 @@ class Session:
         Shape (len(tokens), n_vocab) with `all_logits`, else (1, n_vocab) of the last token. Raises
         ContextError for no tokens, unknown tokens, or more than the context holds, EntropyKVError
         for a session that is closed or whose last decode failed, PoolError if the pool has no room,
-        FreezeError if frozen entries cannot be written or read, UnsupportedModelError if the graph
-        is not as the store expects, and StepError if a step could not be computed.
+        FreezeError if frozen entries cannot be written or read, ImageError for placeholders of an
+        image that is not held, UnsupportedModelError if the graph is not as the store expects, and
+        StepError if a step could not be computed.
         """
         start = time.perf_counter()
         parts = [p for p in self.reader.read(tokens, all_logits) if p is not None]

@@ -17,7 +17,10 @@ from entropykv.store.protocol import CacheMapFunction
 
 
 class SessionCache:
-    """Show what is stored of one sequence, where, and with what share of a pool."""
+    """Show what is stored of one sequence, where, and with what share of a pool.
+
+    Methods that wait for the store raise EntropyKVError for a session that is closed.
+    """
 
     def __init__(self, runner: ModelRunner, slot: SequenceSlot) -> None:
         """Serve the sequence of one slot of a model runner."""

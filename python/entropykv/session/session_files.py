@@ -304,8 +304,8 @@ class SessionFiles:
 
         Model file, store, kv_type and policy must be those of the file. If the budget is too small
         for its entries, it evicts. The whole file is read and checked before anything changes.
-        Raises SessionFileError, or FreezeError if cold storage has no room, and leaves the session
-        unchanged.
+        Raises SessionFileError for a file that is damaged or does not fit, FreezeError if cold
+        storage has no room, and PoolError if the pool has none, and leaves the session unchanged.
         """
         with open_session(path) as reader:
             return self._load(reader)
@@ -324,8 +324,9 @@ class SessionFiles:
         The first document is loaded, as load() does; the texts of the others are read behind it, in
         their order, as if the first had just been read. A question can follow: the tokens of
         Session.question(). Documents are paths, addresses in object storage, or headers that
-        document_header() has read. Returns the contents of the first. Raises SessionFileError,
-        ContextError for more than MOST_DOCUMENTS, and the errors of Session.decode().
+        document_header() has read. Returns the contents of the first. Raises ContextError for more
+        than MOST_DOCUMENTS, SessionFileError for a document that was read with another chat
+        template, and the errors of document_header(), load() and Session.decode().
         """
         documents = (document, *more)
         if len(documents) > MOST_DOCUMENTS:

@@ -42,7 +42,8 @@ class SessionText:
 
         Entries before `position` that were evicted do not return: see HeldText.can_return_to().
         Raises ContextError for a position beyond the text, or if recurrent layers, sliding windows
-        or the flat store cannot roll back that far; EntropyKVError for a session that is closed.
+        or the flat store cannot roll back that far; PoolError if the pool has no room for the
+        session; EntropyKVError for a session that is closed.
         """
         slot, text = self._slot, self._slot.text
         if position == 0:
@@ -141,7 +142,7 @@ class SessionText:
             return self._runner.shared.fork(slot)
 
     def go_on_from(self, kept: KeptText) -> None:
-        """Continue from a text that was kept for this sequence."""
+        """Replace the sequence's text by one that was kept for it, and continue from there."""
         with self._runner.exclusively(self._slot):
             self._runner.shared.give(self._slot, kept)
 

@@ -68,7 +68,7 @@ class SequenceSlot:
     def __init__(
         self, store: Store, weight: float, number: int, text: TokenSequence, *, live: bool
     ) -> None:
-        """Start with nothing read."""
+        """Start with nothing read; `live`: the sequence has its share of the pool already."""
         self.store = store
         self.number = number
         """A unique number: how many slots the runner has made before."""

@@ -370,7 +370,9 @@ class CacheOptions:
 
     @staticmethod
     def of(options: CacheOptions | None, arguments: Mapping[str, Any]) -> CacheOptions:
-        """Return `options`, or the defaults, with values replaced by keyword arguments."""
+        """Return `options`, or the defaults for None, with the values in `arguments` instead of
+        theirs.
+        """
         return replace(options or CacheOptions(), **arguments)
 
     @staticmethod
@@ -445,8 +447,8 @@ class CacheOptions:
         return of_all if self.checkpoints is None else self.checkpoints
 
     def going_back(self) -> CacheOptions:
-        """Return these options for a pool of one conversation, if only its checkpoints
-        need a pool.
+        """Return the options: for a pool of one conversation if checkpoints are asked for without a
+        pool, else unchanged.
         """
         alone = self.in_pool or self.checkpoints is None
         return self if alone else replace(self, n_sequences=1)

@@ -221,7 +221,9 @@ class OtherWork:
         return (others + min(others, missed)) / elapsed
 
     def _now(self) -> tuple[float, float | None, float]:
-        """Return the time, that of all CPUs, and that of this process, in seconds."""
+        """Return the time, the time of all CPUs (None if the system does not say), and the time of
+        this process, in seconds.
+        """
         start = time.perf_counter()
         busy, own = self._machine.busy_seconds(), time.process_time()
         now = time.perf_counter()
@@ -230,8 +232,8 @@ class OtherWork:
 
 
 def too_many_threads(asked: int, option: str) -> str | None:
-    """Return a note for a user whose `option` requests more threads than can compute at the same
-    time.
+    """Return a note for a user whose `option` requests `asked` threads, if fewer can compute at the
+    same time; else None.
     """
     cores = usable_cores()
     if asked <= cores:

@@ -18,7 +18,7 @@ class Flag(NamedTuple):
     metavar: str
     help: str
     default: str = ""
-    """What help says of the default."""
+    """The text about the default in --help; empty: none."""
 
     def add(self, group: _ActionsContainer, **more: Any) -> Action:
         """Add the option to a parser or a group."""

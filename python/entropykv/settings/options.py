@@ -158,7 +158,7 @@ def at_least(name: str, value: object, least: int, most: int = MOST_TOKENS) -> N
 
 
 def is_number(value: object) -> bool:
-    """Tell whether a value is a finite number."""
+    """Tell whether a value is a finite number, and no boolean."""
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_one and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 

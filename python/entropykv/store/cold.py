@@ -173,7 +173,7 @@ def _write(descriptor: int, header: bytes) -> None:
 
 
 def _new_locked(directory: str) -> tuple[str, int]:
-    """Return path and descriptor of a new, empty file whose lock is held.
+    """Return path and descriptor of a new, empty file whose lock is held; raises OSError.
 
     Between opening and locking, another process may take the file for a leftover and lock or remove
     it; then another name is tried.

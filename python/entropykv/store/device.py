@@ -407,8 +407,8 @@ class DeviceStore(KvHeadStore):
         )
 
     def check_state(self, state: SavedState) -> None:
-        """Check number, size, positions and importance of the entries of every KV head: see
-        Store.check_state().
+        """Check number, size, positions and importance of the entries of every KV head; raises
+        DamagedState.
         """
         heads = [len(layer) for layer in state.entries]
         if heads != [shape.n_head_kv for shape in self.layers] or len(state.sections) != sum(heads):

@@ -314,7 +314,10 @@ class FlatStore(Store):
         )
 
     def check_state(self, state: SavedState) -> None:
-        """Check positions and their number; llama.cpp checks its own state when it is loaded."""
+        """Check positions and their number; llama.cpp checks its own state when it is loaded.
+
+        Raises DamagedState, or StateDoesNotFit for more positions than there are cells.
+        """
         sections = state.sections
         positions = np.frombuffer(sections[0], "<i4") if len(sections) == 2 else None
         if positions is None:

@@ -377,7 +377,9 @@ class HeadwiseStore(KvHeadStore):
             raise SessionFileError(LOST) from None
 
     def check_state(self, state: SavedState) -> None:
-        """Check number, size, positions and importance of the entries of every KV head."""
+        """Check number, size, positions and importance of the entries of every KV head; raises
+        DamagedState, or StateDoesNotFit if cold storage has failed.
+        """
         self.cold.check_loading()
         heads, sections = list(self._heads()), state.sections
         n_sections = len(heads) + (self._online is not None) + (self._recurrent is not None)

@@ -115,7 +115,9 @@ class Part:
         self.logits = logits
 
     def _verified(self, n_right: int) -> tuple[int, EntropyKVError | None]:
-        """Return how many drafts are right, and the error if that cannot be."""
+        """Return how many drafts are right, and None, or 0 and the error for an impossible
+        number.
+        """
         if 0 <= n_right <= self.n_drafts:
             return n_right, None
         return 0, EntropyKVError(
