@@ -64,13 +64,13 @@ def divergences(reference: Logits, other: Logits) -> Divergences:
 
 
 def _shifted(logits: Logits) -> tuple[Floats, Floats]:
-    """Return logits whose largest of every row is 0, and what was subtracted."""
+    """Return logits whose largest of every row is 0, and what was subtracted, (rows,)."""
     most = logits.max(axis=1).astype(np.float64)
     return logits - most[:, None], most
 
 
 def mean_divergence(reference: Logits, other: Logits) -> float:
-    """Return the mean KL divergence from the reference's logits to the others, in nats, 0
-    or more.
+    """Return the mean KL divergence of the other logits' distributions from the reference's, in
+    nats, 0 or more; the logits are (rows, n_vocab).
     """
     return max(0.0, float(divergences(reference, other).kl.mean()))

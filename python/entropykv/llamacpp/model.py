@@ -157,7 +157,7 @@ class Model:
 
         `geometry`: the result of read_loadable(), if the header was already read. `repack`: let
         llama.cpp repack weights for its own kernels, which then nobody else can read. `verbose`:
-        llama.cpp prints its log from now on, for all models.
+        whether llama.cpp prints its log from now on, for all models.
         """
         llama_logger.set_verbose(verbose)
         self.geometry: ModelGeometry = geometry or read_loadable(path)

@@ -89,8 +89,8 @@ class LossCurve:
         return cls(float((floors / per_page).sum()), pages.ravel()[order], prevented.ravel()[order])
 
     def between(self, low: float, high: float) -> tuple[Floats, Floats]:
-        """Return the lengths in pages of the pieces between `low` and `high` pages, and the loss
-        that a page of each prevents.
+        """Return the lengths in pages of the pieces between `low` and `high` pages, (n,), and the
+        loss that a page of each prevents, (n,).
 
         Before `begin`, a page is assumed to prevent as much as one of the first piece; after the
         last piece, it prevents nothing.

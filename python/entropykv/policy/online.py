@@ -328,7 +328,7 @@ class OwnBudgets(OnlineBudgets):
         self._policy = copy.deepcopy(self._given)
 
     def state(self) -> Floats:
-        """Return what the policy has recorded."""
+        """Return what the policy has recorded, (n,)."""
         return self._policy.state()
 
     def problem(self, state: Floats) -> str | None:

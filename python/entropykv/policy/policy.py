@@ -236,8 +236,8 @@ class BudgetRule(Enum):
 
     @property
     def by_text(self) -> bool:
-        """Tell whether budgets follow what the text shows; those of OWN do so only if the user's
-        object has a method observe().
+        """Tell whether budgets follow what the text shows. Those of OWN may follow it, too, and
+        those of OWN_BY_LAYER need not: they do if the user's class overrides observe().
         """
         return self.by_layer or self.by_losses
 

@@ -361,7 +361,8 @@ class ResolvedConfig:
     def equal_share(
         self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
     ) -> HeadwisePlan:
-        """Return what each conversation of a pool gets while all of them hold entries.
+        """Return what each conversation of a pool gets while all of them hold entries; arguments
+        are those of headwise_plan().
 
         Raises BudgetError if an equal share cannot hold sinks and recent window; then only fewer
         conversations can hold entries at a time.

@@ -125,7 +125,9 @@ class LossCurves:
         return [*inside, float(max(most, 1))], cast("list[float]", complete.ravel().tolist())
 
     def _losses(self) -> FloatArray:
-        """Return what every KV head loses, in a unit that is common to all heads."""
+        """Return what every KV head loses, in a unit that is common to all heads, in the shape of
+        output_error.
+        """
         losses = np.square(self.output_error)
         if self.layer_damage is None:
             return losses

@@ -96,7 +96,9 @@ class GrowingPredictor:
         return True
 
     def _fitted(self, layer: int, n_tokens: int, sums: Sums) -> Sums:
-        """Return the weights of the sums' fit, as one part of a mean over `n_tokens` tokens."""
+        """Return the weights of the sums' fit, (n_head_kv, n_features), as one part of a mean over
+        `n_tokens` tokens.
+        """
         n_features = sums.shape[1] - 2
         ridges = np.full(n_features, n_features / max(n_tokens, 1))
         ridges[self._value_features[layer]] *= RIDGE_OF_VALUES

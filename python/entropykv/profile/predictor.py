@@ -227,8 +227,8 @@ class Ridge:
         self._target = with_target[self._varies] / scale
 
     def weights(self, ridges: FloatArray) -> Sums:
-        """Return the weights of all features, including the constant one at the end; `ridges`: one
-        for each feature but the constant one.
+        """Return the weights of all features, (n_features,), the constant one at the end; `ridges`:
+        one for each feature but the constant one, (n_features - 1,).
         """
         matrix = self._matrix + np.diag(ridges[self._varies])
         return self._unscaled(np.linalg.solve(matrix, self._target))

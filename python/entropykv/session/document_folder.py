@@ -103,7 +103,7 @@ class DocumentFolder:
         least recently used documents, but none in use, until all together are within the limit.
 
         Raises SessionFileError if the document alone is larger than the limit, after removing it.
-        If it cannot be stored, it becomes a partial file, whose reading can go on.
+        If the storage refuses the document, it becomes a partial file, whose reading can go on.
         """
         self._make_room(path)
         if self._storage is None:

@@ -154,7 +154,7 @@ class ModelDrafter:
 
     def _follow(self, tokens: Tokens) -> Logits | None:
         """Read the part of a text that was not read yet; returns the logits after the last token,
-        or None if some of the text is left to read.
+        (n_vocab,), or None if some of the text is left to read.
         """
         slot = self._slot
         if slot.broken:

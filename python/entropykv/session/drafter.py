@@ -224,7 +224,7 @@ class NgramDrafter:
         return (value ^ (value >> _SHIFT)) % len(self._latest)
 
     def _hashes(self, tokens: Tokens) -> npt.NDArray[np.int64]:
-        """Return _bucket() of every n-gram of some tokens, in the order of the n-grams' ends."""
+        """Return _bucket() of every n-gram of n tokens, in the order of their ends: (n - 2,)."""
         values = np.zeros(len(tokens) - _NGRAM + 1, np.uint64)
         for i in range(_NGRAM):
             part = tokens[i : i + len(values)].astype(np.uint64) + np.uint64(_OFFSET)

@@ -151,7 +151,9 @@ class Outcomes:
         return self._of_position.nbytes
 
     def at(self, source: int, n: int) -> npt.NDArray[np.int8]:
-        """Return the outcomes at n positions from `source` on; unknown if source is negative."""
+        """Return the outcomes at n positions from `source` on, (n,), as _UNKNOWN, _RIGHT or _WRONG;
+        all are unknown if source is negative.
+        """
         found = np.full(n, self._UNKNOWN, np.int8)
         if source >= 0:
             known = self._of_position[source : source + n]

@@ -625,8 +625,8 @@ class Chooser:
             self._chain.remember([token for token in last if not is_placeholder(token)])
 
     def choose(self, logits: npt.NDArray[np.float32] | None) -> int | None:
-        """Sample a token, and report it to the chain; None if a constraint allows only the end
-        of the text.
+        """Sample a token by logits, (n_vocab,), and report it to the chain; None if a constraint
+        allows only the end of the text.
 
         Raises SettingsError if a constraint allows neither a token nor the end.
         """

@@ -139,7 +139,7 @@ class ReadyImage:
 
     @functools.cached_property
     def numbers(self) -> npt.NDArray[np.int32]:
-        """Return the placeholders as an array."""
+        """Return the placeholders as an array, (n_tokens,)."""
         return np.array(self.placeholders, np.int32)
 
     @property

@@ -140,8 +140,8 @@ class TokenSequence:
         self.is_teacher = False
         """True if the text has given lessons to a predictor: see second_readings.py."""
         self.n_taught = 0
-        """How many of the text's tokens have given lessons, or did not because a predictor knows
-        such text.
+        """How many of the text's tokens have given lessons, or gave none because they repeat text
+        that has.
         """
         self._taught_to = 0
         """The position after the last token that `n_taught` counts."""
@@ -168,7 +168,7 @@ class TokenSequence:
         is_prompt: bool,
         continues: bool = False,
     ) -> None:
-        """Add a micro-batch that was read; `logits` are those of its last token.
+        """Add a micro-batch that was read; `logits`: those of its last token, (n_vocab,), if any.
 
         `is_prompt`, `continues`: as in ReadParts.note().
         """
@@ -305,7 +305,7 @@ class ReadParts:
         is_prompt: bool = False,
         continues: bool = False,
     ) -> None:
-        """Record a micro-batch read at `position`, and the logits of its last token, if any.
+        """Record a micro-batch read at `position`, and the logits of its last token, (n_vocab,).
 
         `is_prompt`: the tokens belong to a prompt, and were not written; the last micro-batch of a
         prompt may have only one token. `continues`: reading a longer text would not begin a
@@ -328,7 +328,7 @@ class ReadParts:
 
     @property
     def logits(self) -> npt.NDArray[np.float32] | None:
-        """Return the logits of the last prompt; None if they are not known."""
+        """Return the logits after the last prompt, (n_vocab,); None if they are not known."""
         return self._logits
 
     def forget_logits(self) -> None:
@@ -381,5 +381,7 @@ class ReadParts:
         return position
 
     def logits_at(self, position: int) -> npt.NDArray[np.float32] | None:
-        """Return the logits after a prompt that ended at `position`; None if they are not known."""
+        """Return the logits after a prompt that ended at `position`, (n_vocab,); None if they are
+        not known.
+        """
         return self._logits if position == self._end_of_prompt else None

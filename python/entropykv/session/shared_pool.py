@@ -52,7 +52,7 @@ INTERVAL = 1024
 SessionText.note_interval().
 """
 LEAST_CHANGE = 1 / 16
-"""Shares change only if a new measurement of losses would change one by at least this fraction."""
+"""After a new measurement of losses, shares change only if one changes by at least this fraction."""
 
 MOST_FLOORS = 64
 """For how many sizes of a share, in pages, the pages of its protected entries are cached."""

@@ -322,8 +322,8 @@ def _frozen_rows(stats: SessionStats) -> list[Row]:
 
 
 def format_rows(rows: list[Row], width: int | None = None) -> str:
-    """Return a table of two columns; lines longer than `width` characters are continued on the next
-    line, none for None.
+    """Return a table of two columns; values continue on the next line where a line would have more
+    than `width` characters. None: lines have any length.
     """
     indent = max(10, *(len(name) for name, _ in rows)) + 2
     lines = []

@@ -428,7 +428,7 @@ class ColdSide:
         }
 
     def close(self) -> None:
-        """Drop all frozen entries, and remove their file if there is one."""
+        """Restore nothing any more, and remove the file if there is one."""
         self._store = None
         if self._file:
             self._file.close()

@@ -198,7 +198,7 @@ class DeviceContext(StoreContext):
         return self.devices.scratch_bytes
 
     def close(self) -> None:
-        """Free the context and the devices."""
+        """Free the context, the rows of its stores, and the devices."""
         super().close()
         if hasattr(self, "devices"):
             for store in self._stores:

@@ -287,7 +287,7 @@ class FlatStore(Store):
         return bool(first <= self.facts.rope.seen(int(in_window[0]), self.shift))
 
     def entries(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:  # noqa: ARG002
-        """Return the kept positions, ascending: the same for every layer and head."""
+        """Return the kept positions, ascending, (n,): the same for every layer and head."""
         return self._store.positions
 
     def _look(self, first: int, per_column: int, n_columns: int) -> tuple[Shares, Shares, Shares]:

@@ -100,8 +100,8 @@ class Part:
             self.n_drafts, self.n_rows = most, 1 + most
 
     def settle(self, logits: Logits | None) -> None:
-        """Take the logits, undo wrong drafts, and bring the store in order after the decode; errors
-        are kept for result().
+        """Take the logits, (n_rows, n_vocab), undo wrong drafts, and bring the store in order after
+        the decode; errors are kept for result().
         """
         drafts = self.store.drafts
         if self.n_drafts and drafts and self.verify is not None and logits is not None:
