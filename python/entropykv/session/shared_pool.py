@@ -52,7 +52,7 @@ INTERVAL = 1024
 SessionText.note_interval().
 """
 LEAST_CHANGE = 1 / 16
-"""After a new measurement of losses, shares change only if one changes by at least this fraction."""
+"""After losses were measured anew, shares change only if one changes by at least this fraction."""
 
 MOST_FLOORS = 64
 """For how many sizes of a share, in pages, the pages of its protected entries are cached."""
@@ -522,7 +522,8 @@ class SharedPool:
                     raise
 
     def _free_pages(self) -> bool:
-        """Free pages of the pool for a store; returns False if there are none to free.
+        """Free pages of the pool for a store; returns False if there are none to free. Raises
+        PoolError if there is no room elsewhere for the text of a session.
 
         It may be called within a step, in which shares must not change.
         """

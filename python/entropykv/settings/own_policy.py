@@ -104,8 +104,8 @@ class OwnPolicy:
 
 
 def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
-    """Return the policy; raises SettingsError if it is not an OwnPolicy, or has no name of
-    its own.
+    """Return the policy; raises SettingsError if it is not an OwnPolicy, or has an impossible
+    choice or name, such as one of those that are `taken`.
     """
     if not isinstance(policy, OwnPolicy):
         raise SettingsError(
