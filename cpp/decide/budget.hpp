@@ -17,7 +17,6 @@ struct BudgetRequest {
     int floor_of(std::size_t head) const;
 };
 
-// Returns how many pages hold `entries` entries.
 int pages_for(int entries, int entries_per_page);
 
 // Returns clamp(entropy / mean, low, high) for every head, the factor of README_ENTROPY_KV; 1 for

@@ -1,6 +1,6 @@
-// Types and numbers that the kernels share with the code that calls them. Kernels are compiled for
-// several instruction sets, so this header must contain no inline functions: the linker would keep
-// one version of each, which another CPU may not run.
+// Holds types and numbers that the kernels share with the code that calls them. Kernels are
+// compiled for several instruction sets, so this header must contain no inline functions: the
+// linker would keep one version of each, which another CPU may not run.
 #pragma once
 
 namespace entropykv {

@@ -1,7 +1,7 @@
-// Part of kernels.cpp: attention of a few query rows that see the same entries, tile by tile: q.k
-// of all entries of a tile, softmax, p.v. Every byte of K and V is read once, and prefetched half a
-// tile ahead. What all KV types need comes first, then q.k and p.v of f16, then those of q8_0 and
-// iq4_nl.
+// Part of kernels.cpp: computes attention of a few query rows that see the same entries, tile by
+// tile: q.k of all entries of a tile, softmax, p.v. Every byte of K and V is read once, and
+// prefetched half a tile ahead. What all KV types need comes first, then q.k and p.v of f16, then
+// those of q8_0 and iq4_nl.
 #pragma once
 
 #include "kernels/kernel_tile.hpp"

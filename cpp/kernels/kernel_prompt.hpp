@@ -1,5 +1,5 @@
-// Part of kernels.cpp: attention of many query rows, each with its own position. The rows are in
-// the lanes, so that softmax needs no sums across lanes.
+// Part of kernels.cpp: computes attention of many query rows, each with its own position. The rows
+// are in the lanes, so that softmax needs no sums across lanes.
 // The weights of a tile of entries are relative to the largest logit of the tile, rounded up to a
 // power of two, so that they do not depend on what was read before.
 // If the CPU computes products of pairs of 16-bit integers twice as fast as those of floats, q8_0

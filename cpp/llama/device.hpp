@@ -1,5 +1,5 @@
-// One device of ggml's, as the device store uses it: it computes graphs of ours, and has memory in
-// which tensors of several graphs lie.
+// Defines a device of ggml as the device store uses it: it computes graphs of ours, and has memory
+// in which tensors of several graphs lie.
 #pragma once
 
 #include <ggml-alloc.h>

@@ -197,7 +197,6 @@ void DeviceAttention::place_sinks() {
     sinks_->write(0, none.data(), bytes);
 }
 
-// Returns how many bytes the sinks of a KV head take.
 std::size_t DeviceAttention::sinks_bytes(const Served& served) const {
     const LayerShape& shape = served.layer->shape();
     return device_.aligned(index_of(shape.n_head / shape.n_head_kv) * sizeof(float));

@@ -82,7 +82,7 @@ struct DevicePredictor {
 // Holds the op_params of GGML_OP_FLASH_ATTN_EXT.
 using DeviceParams = std::array<std::int32_t, GGML_MAX_OP_PARAMS / sizeof(std::int32_t)>;
 
-// A range of layers of a device: [first, end).
+// Refers to the layers [first, end) of a device.
 struct LayerRange {
     std::size_t first = 0;
     std::size_t end = 0;
@@ -213,7 +213,8 @@ public:
     std::size_t scratch_bytes() const;
 
 private:
-    // Offsets in the memories of a layer, in bytes; those of input and findings are of this step.
+    // Holds offsets in the memories of a layer, in bytes; those of input and findings are of this
+    // step.
     struct Places {
         std::size_t rows;           // [KV head][token], i64: where K and V of the tokens go
         std::size_t changed;        // [n_changed], i64: which positions change
@@ -266,7 +267,7 @@ private:
         int n_tokens = 0;
         bool see_all = false;
     };
-    // A part of what is looked up, which the device has yet to compute.
+    // Holds a part of what is looked up, which the device has yet to compute.
     struct Part {
         std::unique_ptr<ggml_context, FreeContext> context;
         ggml_cgraph* graph = nullptr;
@@ -353,7 +354,7 @@ private:
     std::unique_ptr<DeviceMemory> sums_;         // what single tokens gave; null: none is observed
     std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device does not multiply by them
     std::unique_ptr<DeviceMemory> outside_;  // in f32: see place_outside()
-    // masks of heads that are alike, [token][row], f16; null: heads never are
+    // Holds masks of heads that are alike, [token][row], f16; null: heads never are.
     std::unique_ptr<DeviceMemory> masks_of_alike_;
     // Serve steps in llama.cpp's own graph, and are null if there are none: kept queries of several
     // tokens, and which rows findings are computed for.
@@ -362,7 +363,7 @@ private:
     SingleSteps* singles_ = nullptr;
     std::vector<Alike> alike_;
     std::vector<std::uint8_t> node_memory_;
-    // holds the operations that replace nodes
+    // Holds the operations that replace nodes.
     std::unique_ptr<ggml_context, FreeContext> node_context_;
     // True if heads have as many positions as masks of single tokens have rows, and not one for
     // every row.
@@ -390,7 +391,7 @@ private:
     std::size_t zeros_ = 0;
     int n_summed_ = 0;  // how many queries the sums are of
     std::size_t layers_of_part_ = 0;
-    // the part that is built and not begun yet; it may have no layers
+    // Holds the part that is built and not begun yet; it may have no layers.
     Part next_part_;
     LayerRange launched_{};              // the layers of the part that the device has begun last
     std::vector<std::uint8_t> written_;  // the input of a step

@@ -544,7 +544,7 @@ void DeviceAttention::begin_alike() {
     if (packed_) lay_out_positions(false);
     const int n = step_.n_tokens;
     StepInput input(device_, written_);
-    // Offsets of rows, and of what queries see.
+    // Holds the offsets of rows, and of what queries see.
     std::vector<std::pair<std::size_t, std::size_t>> places;
     for (const Alike& alike : alike_) {
         const std::vector<DeviceHead>& heads = alike.first->layer->heads();

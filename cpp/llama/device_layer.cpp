@@ -207,7 +207,7 @@ std::vector<std::unique_ptr<LayerRows>> LayerRows::of(const std::vector<Wanted>&
         std::size_t left = memory->bytes();
         for (std::size_t i = 0; i < head_rows.size(); ++i) {
             const std::int64_t n_rows = rows_of_layer(head_rows[i], n_places);
-            // the last layer also has the rows behind its own
+            // The last layer also has the rows behind its own.
             const bool is_last = i + 1 == head_rows.size();
             const std::size_t bytes =
                 is_last ? left : static_cast<std::size_t>(n_rows) * entry_bytes_of(shape, type);

@@ -220,7 +220,6 @@ public:
     // Returns the bytes of the layer's rows divided by the number of places, rounded up, so that
     // all places together count at least all rows.
     std::size_t bytes() const;
-    // Returns the bytes of K and V of one entry.
     std::size_t entry_bytes() const { return entry_bytes_of(shape_, type()); }
 
 private:
@@ -261,7 +260,7 @@ struct SingleSteps {
     std::vector<std::uint8_t> written;      // the input of a step
     std::size_t mask_values = 0;
     std::size_t most_changed = 0;  // values of masks that the input has room for
-    // Offsets in the input: which values of masks let tokens see themselves, i64, and as many
+    // Hold offsets in the input: which values of masks let tokens see themselves, i64, and as many
     // zeros.
     std::size_t own_rows = 0;
     std::size_t visible = 0;

@@ -59,8 +59,8 @@ private:
     bool can_read_singles() const;
 
     std::vector<DeviceStore*> parts_;
-    // Where runs of neighbouring places begin, and the end; one node computes attention for each
-    // run.
+    // Says where runs of neighbouring places begin, and where the last one ends; one node computes
+    // attention for each run.
     std::vector<std::size_t> runs_;
     // Says what the nodes of the last steps of single tokens depend on: the sequences with their
     // rows, and the layout of masks. Empty: the last step was not one of single tokens.
@@ -95,7 +95,7 @@ private:
     bool repeat(const ggml_tensor* node);
     int change_anew(ggml_tensor* node);
 
-    // A node that was looked at in the last step that changed the graph.
+    // Describes a node that was looked at in the last step that changed the graph.
     struct Seen {
         const ggml_tensor* node;
         const void* source;     // where its first source lay

@@ -123,7 +123,6 @@ void DeviceStore::acquire(int place) {
     }
 }
 
-// Takes a place, with rows for the budgets.
 void DeviceStore::take(int place) {
     std::shared_ptr<DevicePlaces> places = shared_->places();
     if (places == nullptr || !places->can_take(place, budgets())) {

@@ -93,7 +93,6 @@ public:
     // a layer's K and V. Throws as DeviceAttention does.
     void add_attention(int layer, const DeviceNode& node, ggml_context* context,
                        ggml_cgraph* graph);
-    // Returns the device that computes the attention of a layer.
     Device& device_of(int layer) const;
     // Change nodes of llama.cpp's graph: see DeviceAttention.
     void change_write(int layer, bool keys, ggml_tensor* node, NodeChanges& changes);
@@ -124,13 +123,14 @@ public:
     // as they were.
     static void resize(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
                        const Protection& protection);
-    // Drops the entries at positions >= position.
+    // Drops the entries at positions >= position. Throws std::invalid_argument for a negative
+    // position.
     void truncate(std::int32_t position);
 
     // Returns why keys cannot be moved to other positions by these RoPEs, one for each layer, or an
     // empty string.
     std::string rotation_problem(const std::vector<RopeParams>& ropes);
-    // Moves keys to other positions: see rope.hpp.
+    // Moves keys to other positions, as rebase() of store/rope.hpp does.
     void rebase(const std::vector<RopeParams>& ropes, int n_sinks, int old_shift, int new_shift);
 
     // Leaves the place; the rows of all places are freed when the last store leaves. Nothing may

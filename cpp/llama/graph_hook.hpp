@@ -36,7 +36,7 @@ public:
     // Called after the graph was computed up to a node. Returns whether devices have computed the
     // attention of the node instead of llama.cpp.
     virtual bool attend_instead(ggml_tensor*) { return false; }
-    // Must be called while the graph of the step exists.
+    // Undoes changes that are for one step only. Must be called while the graph of the step exists.
     virtual void end_step() {}
     // Throws GraphError if the graph of the step was unexpected, or what computing it has thrown.
     virtual void check_step() {}

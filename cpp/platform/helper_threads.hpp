@@ -1,5 +1,5 @@
-// Threads that help where there is work, and for which nobody waits: another process may take their
-// cores at any time.
+// Holds threads that help where there is work, and for which nobody waits: another process may take
+// their cores at any time.
 #pragma once
 
 #include <atomic>

@@ -18,7 +18,6 @@ class WeightsAhead {
 public:
     explicit WeightsAhead(const std::byte* first) : at_(first) {}
 
-    // Prefetches kBytes more bytes.
     template <std::size_t kBytes>
     void advance() {
 #pragma GCC unroll 32

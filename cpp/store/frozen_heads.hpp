@@ -40,7 +40,6 @@ private:
     StoreComponents& components_;
 };
 
-// Reports figures about frozen entries.
 class FrozenFigures {
 public:
     explicit FrozenFigures(const StoreComponents& components) : components_(components) {}

@@ -69,7 +69,7 @@ public:
     const std::vector<float>& copied_importance() const { return importance_; }
     bool any_shared() const { return n_shared_ > 0; }
 
-    // Marks all pages as shared.
+    // Marks all pages as shared, and copies the importance of their entries.
     void share_all();
     // Make one page, or all pages from `first` on, belong to this head only, by copying those that
     // still have other owners.
@@ -225,7 +225,6 @@ public:
     std::size_t first_written(int n_tokens) const;
     // Returns how many shared pages keep(mask) would write to.
     std::size_t count_shared_holes(const std::uint8_t* mask) const noexcept;
-    // Gives back the pages that hold no entry.
     void drop_empty_pages() { pages.drop(count_); }
     void size_frozen() { frozen.size(static_cast<std::size_t>(pages.room())); }
     // Starts with `count` entries, whose pages the head has received.

@@ -20,7 +20,6 @@ struct LayerShape {
     int readers = 1;         // layers of the model that attend to its entries, one after another
     bool elsewhere = false;  // K and V are not in pages: see PageLayout
 
-    // Returns how many values an entry of a KV head has.
     int entry_values() const { return k_dim + (latent ? 0 : v_dim); }
     // Returns the oldest position that the query at a position attends to; 0 or less: it attends to
     // the whole text.

@@ -1,4 +1,4 @@
-// Linear functions that predict, from the key and the value of an entry, the largest share of
+// Holds linear functions that predict, from the key and the value of an entry, the largest share of
 // attention that a later query will give to it: one function for every KV head.
 #pragma once
 

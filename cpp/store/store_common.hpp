@@ -35,7 +35,7 @@ struct StoreSettings {
     bool counts_dropped = false;  // losses include dropped entries, unless they are frozen
     int max_tokens = 512;         // largest micro-batch
     int max_entries = 0;          // the context: no KV head keeps more
-    // One for each layer; empty: K and queries do not depend on their position.
+    // Holds a RoPE for each layer; empty: K and queries do not depend on their position.
     std::vector<RopeParams> ropes{};
     // Say how the keys of every layer's KV heads are stored, [layer][KV head]; a layer without any
     // stores them as they are, and so does a store without layers here.

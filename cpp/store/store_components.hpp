@@ -1,5 +1,5 @@
-// The components of a store. HeadStore owns them; the code that forks, freezes, saves and loads
-// heads works on them, too.
+// Holds the components of a store. HeadStore owns them; the code that forks, freezes, saves and
+// loads heads works on them, too.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +19,12 @@ namespace entropykv {
 struct StoreLayer {
     LayerShape shape;
     PageLayout layout;
-    // The layout of every KV head, with its key centre if its keys are stored with one.
+    // Holds the layout of every KV head, with its key centre if its keys are stored with one.
     std::vector<PageLayout> head_layouts{};
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // null: nothing of the layer is ever frozen
-    // Features of the layer's entries and the inverse of its RoPE, set once a predictor or lessons
-    // need them.
+    // Hold the features of the layer's entries and the inverse of its RoPE, once a predictor or
+    // lessons need them.
     std::optional<FeatureShape> features{};
     const InverseRope* inverse_rope = nullptr;
 };
@@ -74,7 +74,6 @@ struct StoreComponents {
     // Counts the bytes of all workspaces and of importance that is kept outside of shared pages;
     // the staging area is not included.
     std::size_t scratch_bytes() const;
-    // Evicts from heads that hold more than their budgets.
     void evict_to_budgets();
     // Copies all pages that have other owners, so that they can be written to.
     void copy_shared_pages();

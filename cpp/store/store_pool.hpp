@@ -69,7 +69,6 @@ public:
     PagePool& pages() { return pages_; }
     const PagePool& pages() const { return pages_; }
     const Staging& staging() const { return staging_; }
-    // Returns the predictor of all sequences of the pool.
     PredictorWeights& predictor() { return predictor_; }
     const PredictorWeights& predictor() const { return predictor_; }
     // Training data for the predictor. No lock is needed, since only one sequence of a step has an

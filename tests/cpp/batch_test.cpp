@@ -73,7 +73,7 @@ struct Machine {
         CHECK(pool->pages().used_bytes() <= pool->pages().budget_bytes());
     }
 
-    // Reads runs with drafts of several sequences, some of them wrong; alone, each sequence reads
+    // Reads runs of several sequences, of whose drafts some are wrong; alone, each sequence reads
     // the right tokens one by one.
     void step_with_drafts() {
         struct Run {

@@ -88,7 +88,7 @@ void test_as_stored_is_exact(KvType type, bool latent) {
     codec.pack(page.data(), packed.data());
     codec.unpack(packed.data(), kKernelsPortable, back.data());
     CHECK(std::memcmp(page.data(), back.data(), layout.position_offset) == 0);
-    // Unpack one entry to another slot.
+    // One entry is unpacked to another slot.
     AlignedBytes other(layout.bytes);
     codec.unpack(packed.data(), 19, kKernelsPortable, other.data(), 6);
     CHECK(k_row(layout, other.data(), 6) == k_row(layout, page.data(), 19));
