@@ -27,17 +27,21 @@ struct Named {
 #define ENTROPYKV_OP(name) \
     Named { "GGML_OP_" #name, #name, ggml_op_name(GGML_OP_##name) }
 
-// Returns all numbers of ggml that hooks and probes compare nodes with.
+// Returns all operations and types of ggml that this folder uses. Of other numbers, ggml does not
+// tell the names.
 std::vector<Named> numbers() {
     return {ENTROPYKV_OP(NONE),
             ENTROPYKV_OP(ADD),
             ENTROPYKV_OP(MUL),
             ENTROPYKV_OP(CONCAT),
             ENTROPYKV_OP(MUL_MAT),
+            ENTROPYKV_OP(MUL_MAT_ID),
             ENTROPYKV_OP(CPY),
             ENTROPYKV_OP(CONT),
             ENTROPYKV_OP(RESHAPE),
             ENTROPYKV_OP(VIEW),
+            ENTROPYKV_OP(PERMUTE),
+            ENTROPYKV_OP(TRANSPOSE),
             ENTROPYKV_OP(GET_ROWS),
             ENTROPYKV_OP(SET_ROWS),
             ENTROPYKV_OP(SOFT_MAX),
@@ -50,12 +54,17 @@ std::vector<Named> numbers() {
             {"GGML_TYPE_F16", "f16", ggml_type_name(GGML_TYPE_F16)},
             {"GGML_TYPE_Q4_0", "q4_0", ggml_type_name(GGML_TYPE_Q4_0)},
             {"GGML_TYPE_Q4_1", "q4_1", ggml_type_name(GGML_TYPE_Q4_1)},
+            {"GGML_TYPE_Q5_0", "q5_0", ggml_type_name(GGML_TYPE_Q5_0)},
+            {"GGML_TYPE_Q5_1", "q5_1", ggml_type_name(GGML_TYPE_Q5_1)},
             {"GGML_TYPE_Q8_0", "q8_0", ggml_type_name(GGML_TYPE_Q8_0)},
             {"GGML_TYPE_Q4_K", "q4_K", ggml_type_name(GGML_TYPE_Q4_K)},
             {"GGML_TYPE_Q5_K", "q5_K", ggml_type_name(GGML_TYPE_Q5_K)},
             {"GGML_TYPE_Q6_K", "q6_K", ggml_type_name(GGML_TYPE_Q6_K)},
             {"GGML_TYPE_TQ1_0", "tq1_0", ggml_type_name(GGML_TYPE_TQ1_0)},
-            {"GGML_TYPE_TQ2_0", "tq2_0", ggml_type_name(GGML_TYPE_TQ2_0)}};
+            {"GGML_TYPE_TQ2_0", "tq2_0", ggml_type_name(GGML_TYPE_TQ2_0)},
+            {"GGML_TYPE_I8", "i8", ggml_type_name(GGML_TYPE_I8)},
+            {"GGML_TYPE_I32", "i32", ggml_type_name(GGML_TYPE_I32)},
+            {"GGML_TYPE_I64", "i64", ggml_type_name(GGML_TYPE_I64)}};
 }
 
 #undef ENTROPYKV_OP

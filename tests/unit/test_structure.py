@@ -216,6 +216,19 @@ def test_a_folder_includes_those_below_it(file: Path) -> None:
     assert not above, f"{file.name} includes {above}, which docs/structure.md has above it"
 
 
+def test_differences_compares_all_numbers_of_ggml_that_are_used() -> None:
+    """The C++ function differences() compares every operation and type of ggml that cpp/llama
+    names with the loaded library, in which they may have other numbers.
+    """
+    named = re.compile(r"GGML_(?:GLU_)?(?:OP|TYPE)_(?!COUNT)[A-Z0-9_]+")
+    texts = {file.name: file.read_text(encoding="utf-8") for file in CPP_FILES}
+    of_ops = re.findall(r"ENTROPYKV_OP\((\w+)\)", texts["built_for.cpp"])
+    compared = {*named.findall(texts["built_for.cpp"]), *(f"GGML_OP_{op}" for op in of_ops)}
+    used = {name for text in texts.values() for name in named.findall(text)}
+    assert "GGML_OP_ROPE" in used
+    assert used - compared == set()
+
+
 def classes() -> Iterator[str]:
     """Yield the classes of all files, except nested ones and those that are private to a file."""
     for file in CPP_FILES:
