@@ -296,7 +296,7 @@ class WeightHook:
 
     @property
     def products_scratch_bytes(self) -> int:
-        """Return the bytes of working memory of all threads."""
+        """Return the bytes of working memory that products take, of all threads together."""
 
     def measure_work(self, on: bool) -> None:
         """Start to compute and time every node separately, counting from 0; False: stop, so that
@@ -374,7 +374,7 @@ class GraphHook:
 
     @property
     def products_scratch_bytes(self) -> int:
-        """Return the bytes of working memory of all threads."""
+        """Return the bytes of working memory that products take, of all threads together."""
 
     def measure_work(self, on: bool) -> None:
         """Start or stop measuring, as WeightHook.measure_work() does."""
@@ -1052,9 +1052,8 @@ def device_rows(
     n_places: int = 1,
 ) -> int:
     """Return how many rows of K and V the layers of one shape, with budgets [layer][KV head] in
-    entries, have together for `n_places` DeviceStores.
-
-    Raises ValueError for a `kv_type` other than `f16` and `q8_0`.
+    entries, have together for `n_places` DeviceStores. `max_tokens`, `max_entries`: as for
+    HeadwiseStore. Raises ValueError for a `kv_type` other than `f16` and `q8_0`.
     """
 
 def feature_count(shape: LayerShape, rope: RopeParams) -> int:
@@ -1113,8 +1112,8 @@ class DeviceStore:
         """Make an empty store. If `live`, it takes the first place of `devices`, with rows for the
         budgets and for one micro-batch; otherwise it has no rows before acquire().
 
-        `budgets`: in entries, one for each KV head of all layers. `max_tokens`, `max_entries`: as
-        for HeadwiseStore. The CPU serves layers whose device cannot compute their attention: see
+        `hook`: has seen the graph of the model. `budgets`: in entries, one for each KV head of all
+        layers. `max_tokens`, `max_entries`: as for HeadwiseStore. The CPU serves layers whose device cannot compute their attention: see
         Devices.on_host, which the first live store finds out. `predictor`: for every layer, weights
         (n_head_kv, n_features), by which the device predicts the scores of new entries; none: they
         get the least score.
