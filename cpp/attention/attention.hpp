@@ -146,7 +146,7 @@ public:
 private:
     struct Part {
         Attention* sequence;
-        int first;  // its first token in the micro-batch
+        int first;  // the sequence's first token in the micro-batch
     };
 
     std::vector<Part> parts_;

@@ -59,7 +59,7 @@ public:
     // Holds what the attention rows of a layer's last reader were computed from.
     struct Rows {
         std::vector<float> queries;  // [n_tokens][n_head][k_dim], scaled
-        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: it has no sink
+        std::vector<float> sinks;    // one logit per query head; kMaskedLogit: no sink
         // One slope per query head; 0: logits do not depend on the distance.
         std::vector<float> slopes;
         float softcap = 0.0f;

@@ -172,10 +172,10 @@ struct Step {
     int n_text = 0;    // tokens before the echo
     int n_drafts = 0;  // tokens of the text, the last ones, that may turn out to be wrong
     std::int32_t base_position = 0;
-    bool observing = false;       // whether its queries count towards importance
+    bool observing = false;       // whether the step's queries count towards importance
     bool observing_echo = false;  // whether the echo's queries raise predicted shares
     bool recalling = false;       // whether frozen entries may be recalled
-    bool see_all = false;         // whether its tokens attend to later ones, too
+    bool see_all = false;         // whether tokens attend to later ones, too
 
     // Returns the step of one token of a run with drafts, as if it was read alone.
     Step of_token(int token, int scoring_interval) const;

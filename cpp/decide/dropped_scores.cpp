@@ -60,7 +60,7 @@ void losses_at(const float* scores, int n, const DroppedScores& dropped, float u
     int octave = 0;
     std::int64_t kept = n;
     for (int o = 0; o < DroppedScores::kOctaves; ++o) kept += dropped.count(o);
-    std::int64_t left = dropped.count(0);  // of the octave, how many are not yet lost
+    std::int64_t left = dropped.count(0);  // dropped entries of the octave that are not lost yet
     double lost = 0.0;
     for (std::size_t i = knots.size(); i-- > 0;) {
         // Drop the lowest score that is left, until only knots[i] entries are kept.

@@ -28,8 +28,8 @@ Detections detected(Detections detections, std::int32_t now, int history) {
 
 int count_detections(Detections detections, std::int32_t now, int history) {
     if (history == 0) return detections.current;
-    // The sliding history still covers the last (history - 1 - elapsed) positions of the previous
-    // window.
+    // The sliding history still covers the last history - 1 - now % history positions of the
+    // previous window.
     const std::int64_t covered = history - 1 - now % history;
     return detections.current + static_cast<int>(detections.previous * covered / history);
 }

@@ -17,8 +17,8 @@ enum class ColdType { as_stored, q8_0, q4_0 };
 // names.
 ColdType cold_type_named(const std::string& name);
 
-// The schedule of ASR-KF-EGR. A step is one micro-batch, and its time is the newest position. In
-// each step, an entry outside the newest `window` positions is detected if it gets little
+// Holds the schedule of ASR-KF-EGR. A step is one micro-batch, and its time is the newest position.
+// In each step, an entry outside the newest `window` positions is detected if it gets little
 // attention: for measure products, if the mean of |q.k| (scaled as for the softmax) over the step's
 // queries and the query heads of the KV head is below `threshold`; for other measures, if it gets
 // less than `threshold` times the mean over all entries. The c-th detection within `history`

@@ -20,9 +20,9 @@ constexpr std::size_t kNumberOfMeasures = static_cast<std::size_t>(ScoreKind::pr
 
 // Says what the score of an entry is made of.
 enum class Evidence {
-    position,    // its position in the text
-    queries,     // what the queries of the observation window gave to it: see Statistic
-    prediction,  // what a linear function of its key and value predicts when it is stored
+    position,    // the entry's position in the text
+    queries,     // what the queries of the observation window gave to the entry: see Statistic
+    prediction,  // what a linear function of key and value predicts when the entry is stored
 };
 
 // Says what the freeze schedule knows when it asks for the limit below which an entry is detected.

@@ -22,7 +22,7 @@ struct FeatureShape {
     int k_dim;
     int v_dim;       // 0: the value is a part of the key
     int n_pairs;     // pairs that RoPE rotates
-    int first_pair;  // index of the first value that it rotates
+    int first_pair;  // index of the first value that RoPE rotates
     int pair_step;   // distance from the first value of a pair to that of the next pair
     int pair_apart;  // distance from the first value of a pair to its second one
     int norms_at;    // index of the norms of the pairs

@@ -46,7 +46,7 @@ struct DecodeTask {
     const float* slopes;    // [rows]: by what a logit falls per position (ALiBi); null: 0
     float* logits;          // [rows][logits_stride], from entries.first on; null: not kept
     std::size_t logits_stride;
-    SoftmaxState state;   // its output is [rows][layout.v_stride]
+    SoftmaxState state;   // with an output of [rows][layout.v_stride]
     EntryRange upcoming;  // what the thread reads next, for prefetching; null layout: unknown
 };
 
@@ -66,7 +66,7 @@ struct PromptTask {
     float* scratch;           // prompt_scratch_floats(layout) floats
     bool entropy;             // whether to compute state.weighted
     float* kept;              // kept_floats(entries) floats for prompt_observe, or null
-    SoftmaxState state;       // its output is [layout.v_stride][kRowTile]
+    SoftmaxState state;       // with an output of [layout.v_stride][kRowTile]
 };
 
 // How many floats the prompt kernel keeps of a tile of entries: the maxima of the rows, and the

@@ -35,12 +35,12 @@ namespace entropykv {
 struct DeviceStep {
     int n_tokens = 0;
     std::int32_t position = 0;       // position of the first token
-    bool observing = false;          // whether its queries count towards importance
-    int first = 0;                   // where its tokens begin in the micro-batch
-    int n_drafts = 0;                // how many of its tokens, the last ones, are drafts
+    bool observing = false;          // whether the step's queries count towards importance
+    int first = 0;                   // where the step's tokens begin in the micro-batch
+    int n_drafts = 0;                // how many tokens, the last ones, are drafts
     std::int32_t rope_position = 0;  // where RoPE sees the first token
-    bool see_all = false;            // whether its tokens attend to later ones, too
-    bool in_graph = false;           // whether llama.cpp's own graph computes its attention
+    bool see_all = false;            // whether tokens attend to later ones, too
+    bool in_graph = false;           // whether llama.cpp's own graph computes the attention
     // True if all KV heads of a layer hide the same rows from a token, and so do all layers with
     // equally many rows. It is not needed for a single token in llama.cpp's own graph.
     bool alike = false;
@@ -59,7 +59,7 @@ constexpr int kMostUnknown = kMostDecodeRoom;
 // which the host knows nothing yet.
 struct UnknownTokens {
     int n = 0;
-    int n_staged = 0;  // how many of them, the last ones, are no entries yet; DeviceHead::unknown
+    int n_staged = 0;  // how many tokens, the last ones, are no entries yet; DeviceHead::unknown
                        // has the rows of the others
     std::int32_t rope_position = 0;  // where RoPE saw the first one
 };
@@ -251,10 +251,10 @@ private:
         bool has_sinks;
         DevicePredictor predictor;
         int slots;
-        std::size_t alike = 0;            // its index in alike_
+        std::size_t alike = 0;            // index in alike_
         std::int32_t oldest_seen = 0;     // oldest position that the token of the masks sees
-        bool positions_known = false;     // whether the device has them
-        std::vector<char> sinks_known{};  // whether the device has them, by reader
+        bool positions_known = false;     // whether the device has the positions
+        std::vector<char> sinks_known{};  // whether the device has the sinks, by reader
         Places places{};
     };
     // Describes layers whose KV heads have equally many rows: in a step with heads that are alike,
@@ -352,7 +352,7 @@ private:
     std::unique_ptr<DeviceMemory> row_numbers_;  // [row], f32
     std::unique_ptr<DeviceMemory> moves_;        // the rows that are moved, and where to
     std::unique_ptr<DeviceMemory> sums_;         // what single tokens gave; null: none is observed
-    std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device does not multiply by them
+    std::unique_ptr<DeviceMemory> ones_;     // in f32; null: the device sums up without products
     std::unique_ptr<DeviceMemory> outside_;  // in f32: see place_outside()
     // Holds masks of heads that are alike, [token][row], f16; null: heads never are.
     std::unique_ptr<DeviceMemory> masks_of_alike_;

@@ -171,7 +171,7 @@ private:
     int first_query_ = 0;           // the first query that q_ has
     ggml_tensor* turns_ = nullptr;  // by how many positions keys are turned back
     ggml_tensor* token_positions_ = nullptr;
-    ggml_tensor* oldest_ = nullptr;  // null: queries see everything before them
+    ggml_tensor* oldest_ = nullptr;  // null: queries see all earlier positions
     ggml_tensor* positions_ = nullptr;
 };
 

@@ -555,7 +555,8 @@ void DeviceAttention::begin_alike() {
                 if (step_.in_graph) rows.push_back(head.first_row + head.count + token);
             seen.push_back(static_cast<float>(heads.front().count + step_.last_seen(token)));
         }
-        // llama.cpp's cells are read by KV head.
+        // Between two nodes, K and V are copied from llama.cpp's cells, one KV head after the
+        // other.
         for (const DeviceHead& head : heads)
             for (int token = 0; token < n && !step_.in_graph; ++token)
                 rows.push_back(head.first_row + head.count + token);

@@ -77,7 +77,8 @@ struct DeviceHead {
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
     int first_sum = 0;         // where the layer's sums of what single tokens gave have its rows
     std::vector<int> near;     // the result of rows_near(), which its next call updates
-    int n_searched = 0;  // how many rows of entries rows_near() has searched since they were moved
+    int n_searched =
+        0;  // how many rows of entries rows_near() has searched since entries were moved
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read.
@@ -253,7 +254,7 @@ struct SingleSteps {
     std::size_t bytes() const;
 
     std::vector<Layer> layers;
-    int layout = 0;  // identifies these widths
+    int layout = 0;  // identifies the widths of all layers
     std::unique_ptr<DeviceMemory> masks;
     std::unique_ptr<DeviceMemory> input;
     std::unique_ptr<DeviceMemory> queries;  // null: none are observed

@@ -98,9 +98,9 @@ private:
     // Describes a node that was looked at in the last step that changed the graph.
     struct Seen {
         const ggml_tensor* node;
-        const void* source;     // where its first source lay
-        int attends;            // number of the layer whose attention it computes; -1: none
-        std::size_t n_changes;  // how many changes were made until then
+        const void* source;     // where the node's first source lay
+        int attends;            // number of the layer whose attention the node computes; -1: none
+        std::size_t n_changes;  // how many changes were made up to this node
     };
 
     DeviceBatch& batch_;

@@ -35,12 +35,13 @@ namespace entropykv {
 struct DeviceLayerSource {
     LayerShape shape;
     ggml_backend_buffer_type_t memory;  // where llama.cpp has the layer's cache
-    bool is_apart;        // whether llama.cpp computes its attention on another device than that
-    DeviceParams params;  // parameters of its attention node
+    bool is_apart;  // whether llama.cpp computes the attention on another device than that of the
+                    // cache
+    DeviceParams params;  // parameters of the attention node
     bool has_sinks;
     int slots;           // how many nodes can become others before an attention node: see NodeOrder
     bool dense_queries;  // whether the queries of one token lie behind those of the token before
-    RopeParams rope;     // rotates its keys
+    RopeParams rope;     // rotates the keys of the layer
     std::vector<float> predictor;  // [KV head][feature], see features.hpp; empty: none
 };
 
@@ -275,7 +276,7 @@ private:
     UnknownTokens unknown_;                 // what is unknown of the ledger's newest entries
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
-        UnknownTokens unknown;   // unknown tokens, with those of the step
+        UnknownTokens unknown;   // whether `unknown` must be looked up before the step is committed
         bool due = false;        // whether they must be looked up before the step is committed
         bool evicting = false;   // whether the budgets hold less, so that entries are evicted
         bool meanwhile = false;  // whether nothing that the device finds out is needed

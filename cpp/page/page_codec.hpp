@@ -20,7 +20,7 @@ struct PageCodec {
     int k_unit_values, k_unit_bytes;
     int v_unit_values, v_unit_bytes;
     int v_together;  // entries whose units of V are interleaved
-    int v_padding;   // rows of V are padded to a multiple of it
+    int v_padding;   // rows of V are padded to a multiple of this
     bool scaled;
     bool rotated;  // blocks of V are rotated: see value_rotation.hpp
     // Load the first n values of the K row of an entry, and its whole V row (not for latent

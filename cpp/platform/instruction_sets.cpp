@@ -36,7 +36,7 @@ constexpr bool has_bit(unsigned value, int bit) { return (value >> bit & 1u) != 
 // Tells whether the system keeps these registers when it switches threads.
 bool system_keeps(unsigned registers) {
     if (!has_bit(cpuid(1, 0).c, 27))
-        return false;  // OSXSAVE: the CPU has xgetbv, and it is allowed
+        return false;  // OSXSAVE: the CPU has xgetbv, and the system allows xgetbv
     unsigned low = 0, high = 0;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return (low & registers) == registers;

@@ -56,10 +56,10 @@ private:
     void forget_file() noexcept;
 
     MappedMemory memory_{};
-    std::size_t skipped_ = 0;  // bytes from the beginning of its first page to the offset
+    std::size_t skipped_ = 0;  // bytes from the beginning of the first mapped page to the offset
     std::size_t bytes_ = 0;
     int file_ = -1;   // an own descriptor; -1 once the file was let go
-    int watch_ = -1;  // the number of its place among the watched ranges
+    int watch_ = -1;  // the number of the file's place among the watched ranges
     bool changed_ = false;
     Version version_{};
 };

@@ -47,8 +47,8 @@ public:
 private:
     struct Range {
         MappedMemory own;
-        std::size_t first;                   // number of its first page
-        std::size_t capacity;                // pages that it can hold
+        std::size_t first;                   // number of the range's first page
+        std::size_t capacity;                // pages that the range can hold
         std::shared_ptr<MappedFile> file{};  // owns the memory in the place of `own`
         std::size_t n_used = 0;              // pages of the file that are in use
 
@@ -69,7 +69,7 @@ private:
     std::size_t count_ = 0;
     std::vector<Range> ranges_{};              // in the order of their pages
     std::vector<std::uint32_t> by_address_{};  // numbers of ranges, sorted by address
-    std::size_t n_files_ = 0;                  // ranges that were files when they were appended
+    std::size_t n_files_ = 0;                  // ranges that were files when appended
 };
 
 }  // namespace entropykv

@@ -54,7 +54,7 @@ private:
     StealingRanges pieces_;            // pieces of rows and tokens that threads take
     int most_pieces_ = 0;              // most pieces of a task
     bool helped_ = false;              // whether helpers may take pieces of the current task
-    std::unique_ptr<ProductHelpers> helpers_;  // unset until they were asked for
+    std::unique_ptr<ProductHelpers> helpers_;  // unset until help() was called
 };
 
 }  // namespace entropykv

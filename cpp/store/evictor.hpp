@@ -82,7 +82,7 @@ private:
     Freezer freezer_;
     std::int32_t newest_ = 0;  // the newest position of the scored entries
     int n_scored_ = 0;         // how many entries positions_ and scores_ are of
-    Selection selected_{};     // what mask_ marks; its total is negative if that is something else
+    Selection selected_{};     // what mask_ marks; a total below 0: something else
     std::vector<std::int32_t> positions_{};
     std::vector<float> scores_{};
     std::vector<float> scratch_{};

@@ -17,7 +17,7 @@ struct LayerShape {
     int window = 0;          // sliding window in tokens; 0: none
     bool chunked = false;    // windows begin at multiples of their size, and do not slide
     bool latent = false;     // V is the first v_dim values of K (multi-head latent attention)
-    int readers = 1;         // layers of the model that attend to its entries, one after another
+    int readers = 1;         // layers of the model that attend to the entries, one after another
     bool elsewhere = false;  // K and V are not in pages: see PageLayout
 
     int entry_values() const { return k_dim + (latent ? 0 : v_dim); }

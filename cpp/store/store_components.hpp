@@ -120,7 +120,8 @@ struct StoreComponents {
     void add_lessons(std::size_t layer, std::size_t head, const StagedEntries& staged,
                      const float* observed, Workspace& workspace) noexcept;
 
-    // Returns what rotates the stored keys of a layer back. The layer's features must be known.
+    // Returns the rotations that turn the stored keys of a layer at the positions [begin, end) back
+    // to position 0. The layer's features must be known.
     StoredInverseRope stored_inverse_rope(std::size_t layer, std::int32_t begin, std::int32_t end,
                                           std::int32_t shift) const;
 

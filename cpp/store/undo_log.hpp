@@ -48,7 +48,7 @@ public:
 
 private:
     struct Token {
-        int count = 0;  // entries of the head before its commit
+        int count = 0;  // entries of the head before the token's commit
         int n_saved = 0;
         int n_moves = 0;
         bool has_importance = false;
@@ -73,7 +73,7 @@ private:
     std::vector<Token> tokens_{};
     std::vector<int> saved_{};  // numbers of the entries that were dropped
     std::vector<Move> moves_{};
-    std::vector<float> importance_{};  // one snapshot for every token that changed it
+    std::vector<float> importance_{};  // one snapshot for every token that changed importance
     AlignedBytes pages_{};             // copies of the dropped entries
 };
 

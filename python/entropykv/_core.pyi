@@ -1113,10 +1113,10 @@ class DeviceStore:
         budgets and for one micro-batch; otherwise it has no rows before acquire().
 
         `hook`: has seen the graph of the model. `budgets`: in entries, one for each KV head of all
-        layers. `max_tokens`, `max_entries`: as for HeadwiseStore. The CPU serves layers whose device cannot compute their attention: see
-        Devices.on_host, which the first live store finds out. `predictor`: for every layer, weights
-        (n_head_kv, n_features), by which the device predicts the scores of new entries; none: they
-        get the least score.
+        layers. `max_tokens`, `max_entries`: as for HeadwiseStore. The CPU serves layers whose
+        device cannot compute their attention: see Devices.on_host, which the first live store finds
+        out. `predictor`: for every layer, weights (n_head_kv, n_features), by which the device
+        predicts the scores of new entries; none: they get the least score.
 
         Raises ValueError for another number of layers than the model has, a `kv_type` other than
         `f16` and `q8_0`, budgets as HeadwiseStore.set_budgets() refuses them, a measure that needs

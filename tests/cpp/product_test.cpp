@@ -173,7 +173,7 @@ void test_what_helpers_finish_is_copied() {
                              rounded.data() + index(t) * stride);
         const ProductPieces pieces(*table, task, rounded.data());
         ProductHelpers helpers(*table);
-        CHECK(!helpers.offer(pieces));  // nobody would take them
+        CHECK(!helpers.offer(pieces));  // no helper would take pieces
         helpers.wake(2, pieces.size() - 1);
         CHECK(!helpers.offer(pieces));  // There is no room.
         helpers.wake(2, pieces.size());

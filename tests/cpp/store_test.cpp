@@ -44,7 +44,7 @@ void compact(PagePool& pool, std::vector<std::byte*>& pages) {
 
 // Every page holds its number. What was in use survives compaction, and slabs are given back.
 void test_pool_compacts() {
-    constexpr std::size_t page_bytes = 256 * 1024;  // a slab holds 8 of them
+    constexpr std::size_t page_bytes = 256 * 1024;  // a slab holds 8 such pages
     PagePool pool(page_bytes, 40);
     std::vector<std::byte*> pages;
     for (int i = 0; i < 40; ++i) {
@@ -371,8 +371,7 @@ void test_scores_of_both_parts() {
     CHECK(settings.score_of(settings.decayed(packed, 0.0f)) == 0.25f);
 }
 
-// A prediction uses the key as it is at position 0, from where RoPE has seen it, wherever the text
-// is.
+// A prediction turns a key back to position 0 from where RoPE has seen it, wherever the text is.
 void test_prediction_follows_the_positions_of_rope() {
     constexpr int kTokens = 40;
     const LayerShape shape{2, 1, 32, 32};

@@ -17,7 +17,7 @@ struct BlockFormat {
     WeightType type;
     int values;
     int bytes;
-    std::vector<int> halves;  // a block has f16 scales there
+    std::vector<int> halves;  // bytes of a block at which f16 scales begin
 
     // Activations are not rounded for f16 weights.
     bool rounds() const { return type != WeightType::f16; }
