@@ -12,8 +12,8 @@ namespace entropykv {
 
 class DroppedScores {
 public:
-    // Octave 0 begins at 2^kFirstOctave. It also counts lower scores; the last octave also counts
-    // higher ones than it has.
+    // Octave 0 begins at 2^kFirstOctave, and also counts lower scores; the last octave also counts
+    // scores above it.
     static constexpr int kOctaves = 64;
     static constexpr int kFirstOctave = -40;
 

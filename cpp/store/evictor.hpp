@@ -14,7 +14,8 @@
 namespace entropykv {
 
 // Says how importance changes: it is multiplied by `factor`, and what queries gave to entries up to
-// position `limit` is multiplied by `weight` and added.
+// position `limit` is multiplied by `weight` and added (for some measures, the larger of the two
+// counts).
 struct GivenByQueries {
     float factor;
     float weight;
