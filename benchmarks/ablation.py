@@ -30,8 +30,7 @@ from unittest import mock
 from entropykv import Session
 from entropykv.cli import main as entropykv
 from entropykv.evaluation.bench import history_tokens
-from entropykv.policy.online import online_budgets
-from entropykv.policy.readings import OnlineBudgets
+from entropykv.policy.online import OnlineBudgets, online_budgets
 from inputs import find_model
 
 CENTRED_KEYS, ATTAINABLE_BUDGETS = "centred-keys", "attainable-budgets"

@@ -31,7 +31,7 @@ from entropykv.calibration.fitting import _EchoReader
 from entropykv.evaluation.bench import history_tokens
 from entropykv.evaluation.texts import read_texts
 from entropykv.llamacpp.stock import StockSession
-from entropykv.policy.names import AUTO
+from entropykv.policy.policy import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons
 from entropykv.session.second_readings import LEAST_TEXTS

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from entropykv import EntropyProfile, Freezing
-from entropykv.policy.names import AUTO, POLICIES
-from entropykv.policy.policy import MEASURES, MODIFIERS
+from entropykv.policy.policy import AUTO, MEASURES, MODIFIERS, POLICIES
 from entropykv.settings.recovery import Recovery, Rung
 from tests.fuzz.models import FuzzModel
 

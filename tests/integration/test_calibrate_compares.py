@@ -30,7 +30,7 @@ from entropykv.calibration.measure import Extent, calibrate
 from entropykv.calibration.spread import Spread, StepSettings, TextWork
 from entropykv.evaluation.texts import Text, read_texts
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.names import policy_named
+from entropykv.policy.policy import policy_named
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import NO_PROFILE, PREDICTOR_ONLY, WAYS

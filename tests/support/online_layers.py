@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from entropykv import _core
-from entropykv.policy.names import POLICIES
 from entropykv.policy.plan import HeadwisePlan, plan_headwise
+from entropykv.policy.policy import POLICIES
 from entropykv.settings.options import Budget
 from tests.support.reference import Options, ReferenceHead, Rules
 from tests.support.stores import (

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.names import POLICIES, policy_named
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, plan_flat, plan_headwise
+from entropykv.policy.policy import POLICIES, policy_named
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
 from tests.support import reference

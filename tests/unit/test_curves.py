@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from entropykv.errors import ProfileError
-from entropykv.policy.names import POLICIES
 from entropykv.policy.plan import plan_headwise
+from entropykv.policy.policy import POLICIES
 from entropykv.profile.curves import (
     CurveRules,
     Entries,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from entropykv.policy.names import POLICIES
 from entropykv.policy.online import changes_budgets
+from entropykv.policy.policy import POLICIES
 from entropykv.policy.sources.kim_jung import LAYER_RANGE, LayerEntropies, layer_weights
 from tests.support import reference
 from tests.support.online_layers import Layers, plan_for

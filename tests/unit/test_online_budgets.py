@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import _core
-from entropykv.policy.attainable import CurveBudgets
-from entropykv.policy.names import POLICIES
-from entropykv.policy.online import LEAST_TOKENS, MeasuredLosses, changes_budgets, online_budgets
+from entropykv.policy.online import LEAST_TOKENS, CurveBudgets, MeasuredLosses, changes_budgets
 from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.policy import POLICIES
 from entropykv.profile.curves import LossCurves
+from entropykv.store.headwise_budgets import online_budgets
 from tests.support import reference
 from tests.support.online_layers import Layers, plan_for
 from tests.support.profiles import example

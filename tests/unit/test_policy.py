@@ -12,16 +12,17 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from entropykv.errors import SettingsError
-from entropykv.policy.names import (
+from entropykv.policy.policy import (
     AUTO,
     FAST,
+    MODIFIERS,
     POLICIES,
+    Policy,
     learns_predictor,
     policy_named,
     schedules,
     takes_profile,
 )
-from entropykv.policy.policy import MODIFIERS, Policy
 from entropykv.profile.curves import IMPORTANCES, LossCurves
 from entropykv.profile.learnt import LearntPredictor
 from entropykv.profile.predictor import ScorePredictor

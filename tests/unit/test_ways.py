@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from entropykv.cli.profile import comparison_lines
 from entropykv.errors import ProfileError
-from entropykv.policy.names import POLICIES, policy_named
+from entropykv.policy.policy import POLICIES, policy_named
 from entropykv.profile.profile import EntropyProfile
 from entropykv.profile.ways import (
     NO_PROFILE,

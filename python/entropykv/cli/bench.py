@@ -30,7 +30,7 @@ from entropykv.evaluation.bench import BenchRow, BenchSettings, bench, bench_dra
 from entropykv.evaluation.metrics import disagreement_note
 from entropykv.evaluation.texts import read_texts
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.names import policy_named
+from entropykv.policy.policy import policy_named
 from entropykv.report.figures import bench_figure
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_TYPES, of_group

@@ -55,7 +55,7 @@ from entropykv.evaluation.texts import PARTS, digest_of, part_of, read_texts
 from entropykv.files import read_text
 from entropykv.llamacpp.model import Model
 from entropykv.model.geometry import read_geometry
-from entropykv.policy.names import AUTO
+from entropykv.policy.policy import AUTO
 from entropykv.policy.resolved_config import freezing_of, recovery_of
 from entropykv.profile.find import given_profile, profile_path
 from entropykv.report.figures import eval_figure, suite_figure

@@ -22,8 +22,8 @@ from entropykv.model.architectures import (
 )
 from entropykv.model.geometry import read_geometry
 from entropykv.model.shipped import SMOLLM2, SMOLLM2_WAY_OUT, LocalModel, local_models
-from entropykv.policy.names import policy_named
 from entropykv.policy.plan import HeadwisePlan, attention_layers, kv_type_for, plan_headwise
+from entropykv.policy.policy import policy_named
 from entropykv.profile.learnt import LearntFile, learnt_files, remove_learnt
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget

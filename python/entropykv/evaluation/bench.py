@@ -22,7 +22,7 @@ from entropykv.evaluation.metrics import disagreement
 from entropykv.evaluation.texts import read_texts
 from entropykv.llamacpp.stock import StockSession
 from entropykv.model.geometry import ModelGeometry, read_geometry
-from entropykv.policy.names import AUTO
+from entropykv.policy.policy import AUTO
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions
 

@@ -15,7 +15,7 @@ from entropykv.evaluation.combination import STOCK, Combination, EngineSettings
 from entropykv.evaluation.reading import EvalPart, Item, Tick
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import EvalRow, summarize
-from entropykv.policy.names import AUTO
+from entropykv.policy.policy import AUTO
 
 
 class Evaluation:

@@ -1,24 +1,30 @@
 """Let budgets follow the text: share the budget again by what every micro-batch shows about the KV
 heads.
+
+What is dropped never returns. So if a KV head gets a larger budget than it holds entries, only
+tokens that are still to come can fill it. Budgets are therefore attainable: no KV head gets more
+than it holds now and will read until budgets change again; meanwhile, the other KV heads keep the
+rest. See AttainableBudgets.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.policy.attainable import AttainableBudgets, CurveBudgets
 from entropykv.policy.division import LossCurve
-from entropykv.policy.plan import HeadwisePlan, own_shares
-from entropykv.policy.policy import BudgetRule, Policy
-from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
-from entropykv.policy.sources.kim_jung import LayerEntropies
+from entropykv.policy.plan import HeadwisePlan, own_shares, shares_by_curves
 from entropykv.profile.curves import LossCurves
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.own_policy import BudgetToShare, MicroBatchSeen, OwnPolicy
+
+Floats = npt.NDArray[np.float64]
 
 KNOT_FACTORS = (0, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 5 / 4, 3 / 2, 2, 5 / 2, 3, 4, 6, 8)
 """The numbers of entries beyond the floor at which losses are measured, as multiples of the entries
@@ -26,6 +32,13 @@ that the mean budget has beyond the floor.
 """
 LEAST_TOKENS = 32
 """Budgets change at most once in this many tokens, because fewer queries show little."""
+_MOST_ENTRIES = 2**31 - 1
+GROWTH = 1.5
+"""By what factor a text is assumed to become longer than it is now.
+
+Budgets for its present length would move to other KV heads as it grows, which by then have dropped
+the entries that they should hold.
+"""
 
 
 def is_observed(n_tokens: int, n_ubatch: int) -> bool:
@@ -48,32 +61,230 @@ def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     return crosses and is_observed(n_tokens, n_ubatch)
 
 
-def online_budgets(
-    policy: Policy,
-    store: StoreReadings,
-    layers: Sequence[_core.LayerShape],
-    n_ctx: int,
-    profile: EntropyProfile | None = None,
-    *,
-    freezes: bool = False,
-) -> OnlineBudgets | None:
-    """Return the online budgets of a policy, or None if its budgets do not follow the text.
-
-    `profile`: the one that the policy uses, if any. `freezes`: evicted entries are frozen and may
-    return, so that budgets need not be limited to what a KV head holds.
+class StoreReadings(Protocol):
+    """Define how measurements of the last micro-batch are read; the headwise store of the extension
+    implements it.
     """
-    if policy.own is not None:
-        follows = type(policy.own).observe is not OwnPolicy.observe
-        return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
-    if policy.rule.by_layer:
-        return LayerEntropies(store, layers, n_ctx, policy.rule)
-    if policy.rule.by_losses:
-        curves = profile.curves if profile is not None and policy.rule.by_curves else None
-        return MeasuredLosses(store, layers, n_ctx, curves, attainable=not freezes)
-    follows = policy.rule is BudgetRule.PROFILE_CURVES and not freezes
-    if follows and profile is not None and profile.curves is not None:
-        return CurveBudgets(store, layers, profile.curves)
-    return None
+
+    def row_entropies(self, layer: int) -> npt.NDArray[np.float32]:
+        """Return the entropies of attention rows in bits, (n_tokens, query heads).
+
+        Entropies are measured if OnlineBudgets.tracks_entropies is true.
+        """
+
+    def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
+        """Return losses at OnlineBudgets.knots(), a flat array [KV head of all layers][knot].
+
+        `of_held`: without the losses from entries that were dropped before.
+        """
+
+    def count(self, layer: int, kv_head: int) -> int:
+        """Return how many entries a KV head keeps."""
+
+    def positions(self, layer: int, kv_head: int) -> npt.NDArray[np.int32]:
+        """Return the positions that a KV head keeps, ascending, (n,)."""
+
+    def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32]:
+        """Return the importance of the entries that a KV head keeps, (n,), in order of
+        positions.
+        """
+
+
+class OnlineBudgets(ABC):
+    """Record what a text shows, and derive budgets from it.
+
+    The default methods are for budgets that need no losses.
+    """
+
+    tracks_entropies: bool
+    """True if the store must measure the entropies of attention rows."""
+
+    def expect(self, plan: HeadwisePlan) -> None:  # noqa: B027
+        """Prepare to measure for a plan, whose budget will be shared from now on."""
+
+    def knots(self, growth: float) -> list[int]:  # noqa: ARG002
+        """Return the numbers of entries beyond the floor at which the store must measure losses;
+        may be empty.
+
+        It is called before every micro-batch after which budgets change. `growth`: by what factor
+        the part of the text beyond the floor will grow until all of it is read, 1 or more.
+        """
+        return []
+
+    @abstractmethod
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Record what an observed micro-batch of n_tokens has shown: see is_observed().
+        `budgets_change`: the budget will be shared by it: see changes_budgets().
+        """
+
+    def observe_again(self) -> None:  # noqa: B027
+        """Record what an echo has shown of text that was observed before."""
+
+    @abstractmethod
+    def budgets(self, plan: HeadwisePlan) -> list[int] | None:
+        """Return the budget of every KV head in entries, in the order of layers; None before
+        anything was observed.
+        """
+
+    def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
+        """Return what the text loses with fewer pages; the same object until it changes.
+
+        Returns None if that is not known.
+        """
+        return None
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Forget all records, because another text begins."""
+
+    @abstractmethod
+    def state(self) -> Floats:
+        """Return everything that was recorded, for session files, (n,)."""
+
+    @abstractmethod
+    def problem(self, state: Floats) -> str | None:
+        """Return words for what makes a state invalid; None if it is valid."""
+
+    @abstractmethod
+    def load(self, state: Floats) -> None:
+        """Load a valid state."""
+
+
+class AttainableBudgets(OnlineBudgets):
+    """Hold online budgets that know how many entries every KV head can hold before budgets are
+    shared again.
+    """
+
+    attainable = True
+    """True if no KV head may get a larger budget than the entries that it can hold."""
+
+    def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
+        """Count what the KV heads of a store hold."""
+        self._store = store
+        self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
+        self._n_heads = len(self._heads)
+        self.most: list[int] = []
+        """For every KV head of all layers, the most entries that it can hold before budgets are
+        shared again; empty before they were shared.
+        """
+        self.is_due = True
+        """True if the budget must be shared again before the next tokens are read."""
+        self.length = 0
+        """The length of the text in tokens, with the tokens that are known to follow; 0 without a
+        text.
+        """
+
+    def expect_tokens(self, n_tokens: int, length: int) -> None:
+        """Give no KV head more than the entries that it holds now and n_tokens more, until this is
+        called again.
+
+        `length`: that of the text in tokens, with the tokens that are known to follow.
+        """
+        self.most = [held + n_tokens for held in self._held()]
+        self.length = length
+
+    def holds(self, n_tokens: int) -> bool:
+        """Tell whether no KV head can hold more than n_tokens entries before budgets are shared
+        again.
+        """
+        return max(self.most, default=0) <= n_tokens
+
+    def follows_length(self, plan: HeadwisePlan) -> bool:  # noqa: ARG002
+        """Tell whether budgets would change with the length of the text alone; by default not."""
+        return False
+
+    def forget(self) -> None:
+        """Forget what heads can hold, because another text begins."""
+        self.most, self.is_due, self.length = [], True, 0
+
+    def _held(self) -> list[int]:
+        return [self._store.count(layer, head) for layer, head in self._heads]
+
+    def _most_to_save(self) -> list[int]:
+        """Return `most` for a saved state. If the budget must be shared before the next tokens, the
+        numbers are those of the held entries instead, as negative ones.
+        """
+        return [-held for held in self._held()] if self.is_due else self.most
+
+    def _are_possible(self, most: Floats) -> bool:
+        """Tell whether the numbers can be the result of _most_to_save(), or are none at all."""
+        are_counts = np.all(np.abs(most) <= _MOST_ENTRIES) and np.all(most % 1.0 == 0.0)
+        one_sign = np.all(most >= 0.0) or np.all(most <= 0.0)
+        return bool(most.size in (0, self._n_heads) and are_counts and one_sign)
+
+    def _load_most(self, most: Floats) -> None:
+        self.most = [abs(int(n)) for n in most]
+        self.is_due = bool(np.all(most <= 0.0))
+
+
+class CurveBudgets(AttainableBudgets):
+    """Share the budget so that the loss by the curves of a profile is least, for a text GROWTH
+    times as long as it is now.
+
+    The plan shares for a text that fills the context; a shorter one needs budgets that differ less.
+    """
+
+    tracks_entropies = False
+
+    def __init__(
+        self, store: StoreReadings, layers: Sequence[_core.LayerShape], curves: LossCurves
+    ) -> None:
+        """Follow the curves of a profile; see online_budgets()."""
+        super().__init__(store, layers)
+        self._curves = curves
+
+    def holds(self, n_tokens: int) -> bool:
+        """Tell whether some KV head can hold something, and none more than n_tokens.
+
+        It is false for an empty store, whose budgets are therefore those of the plan, which
+        `entropykv plan` shows.
+        """
+        return 0 < max(self.most, default=0) <= n_tokens
+
+    def follows_length(self, plan: HeadwisePlan) -> bool:
+        """Tell whether budgets would change with the length of the text alone: until the assumed
+        length is that of the plan.
+        """
+        return self._assumed_length(plan) < plan.longest
+
+    def _assumed_length(self, plan: HeadwisePlan) -> int:
+        length = max(int(GROWTH * self.length), plan.mean_entries + 1)
+        return min(length, plan.longest) if self.length else plan.longest
+
+    def observe(self, n_tokens: int, *, budgets_change: bool) -> None:
+        """Record nothing: the curves are known."""
+
+    def budgets(self, plan: HeadwisePlan) -> list[int]:
+        """Return the budget of every KV head in entries, for the smallest loss within its limit."""
+        return shares_by_curves(
+            self._curves,
+            plan.mean_entries,
+            self._assumed_length(plan),
+            plan.floor_entries,
+            plan.entries_per_page,
+            plan.limits,
+        )
+
+    def state(self) -> Floats:
+        """Return the length of the text, and the result of _most_to_save(): (1 + KV heads,)."""
+        return np.array([self.length, *self._most_to_save()], np.float64)
+
+    def problem(self, state: Floats) -> str | None:
+        """Return why a state is invalid: an impossible length, or impossible numbers of entries;
+        None if it is valid.
+        """
+        length, most = state[:1], state[1:]
+        is_length = (
+            length.size == 1 and 0.0 <= length[0] <= _MOST_ENTRIES and length[0] % 1.0 == 0.0
+        )
+        if is_length and most.size > 0 and self._are_possible(most):
+            return None
+        return "numbers of entries that cannot be"
+
+    def load(self, state: Floats) -> None:
+        """Load the length and numbers of entries."""
+        self.length = int(state[0])
+        self._load_most(state[1:])
 
 
 class MeasuredLosses(AttainableBudgets):

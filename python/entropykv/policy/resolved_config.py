@@ -13,15 +13,6 @@ from entropykv import _core
 from entropykv.errors import BudgetError, SettingsError, UnsupportedModelError
 from entropykv.llamacpp.positions import check_sinks, largest_micro_batch
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.names import (
-    AUTO,
-    learns_predictor,
-    may_predict,
-    policy_named,
-    predictor_of,
-    schedules,
-    takes_profile,
-)
 from entropykv.policy.plan import (
     FlatPlan,
     HeadwisePlan,
@@ -31,7 +22,16 @@ from entropykv.policy.plan import (
     plan_flat,
     plan_headwise,
 )
-from entropykv.policy.policy import Policy
+from entropykv.policy.policy import (
+    AUTO,
+    Policy,
+    learns_predictor,
+    may_predict,
+    policy_named,
+    predictor_of,
+    schedules,
+    takes_profile,
+)
 from entropykv.profile.find import find_profile, given_profile, other_file
 from entropykv.profile.learnt import LearntPredictor, find_learnt
 from entropykv.profile.predictor import ScorePredictor

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.names import POLICIES
 from entropykv.policy.plan import plan_headwise
+from entropykv.policy.policy import POLICIES
 from entropykv.profile.curves import N_SINKS
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget

@@ -1,4 +1,13 @@
-"""Define which entries freeze, where cold storage is kept, and when entries are restored."""
+"""Define which entries freeze, where cold storage is kept, and when entries are restored.
+
+Policy `rolling-freeze` freezes and restores on a schedule instead of evicting: Adilet Metinov,
+Gulida M. Kudakeeva, Bolotbek uulu Nursultan, Gulnara D. Kabaeva: *Adaptive Soft Rolling KV Freeze
+with Entropy-Guided Recovery: Sublinear Memory Growth for Efficient LLM Inference*. Section 3
+detects entries with a low mean |q.k| and freezes them for floor(sqrt(c) / k) steps: the parameters
+are fields of Freezing, the schedule is cpp/decide/freezing.cpp. Section 3.6 restores them when the
+output becomes uncertain: the parameters are fields of settings/recovery.py, the ladder is
+session/recovery.py.
+"""
 
 from __future__ import annotations
 

@@ -21,12 +21,11 @@ from entropykv.llamacpp.context import relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import WHY, RecurrentState, is_recurrent
 from entropykv.model.key_biases import KeyBias, read_key_biases
-from entropykv.policy.online import online_budgets
 from entropykv.policy.plan import HeadwisePlan, by_layer
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.settings.options import Budget
 from entropykv.store.cold import ColdSide
-from entropykv.store.headwise_budgets import HeadwiseBudgets
+from entropykv.store.headwise_budgets import HeadwiseBudgets, online_budgets
 from entropykv.store.kv_heads import (
     KvHeadStore,
     ScorePrediction,

@@ -8,13 +8,25 @@ from dataclasses import replace
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.attainable import AttainableBudgets
 from entropykv.policy.division import LossCurve, WholeTexts
-from entropykv.policy.online import LEAST_TOKENS, changes_budgets, is_observed
+from entropykv.policy.online import (
+    LEAST_TOKENS,
+    AttainableBudgets,
+    CurveBudgets,
+    MeasuredLosses,
+    OnlineBudgets,
+    OwnBudgets,
+    StoreReadings,
+    changes_budgets,
+    is_observed,
+)
 from entropykv.policy.plan import HeadwisePlan, by_layer
-from entropykv.policy.readings import OnlineBudgets
+from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.policy.resolved_config import ResolvedConfig
+from entropykv.policy.sources.kim_jung import LayerEntropies
+from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
+from entropykv.settings.own_policy import OwnPolicy
 from entropykv.store.cold import ColdSide
 
 _LEAST_FORESIGHT = 2 * LEAST_TOKENS
@@ -23,6 +35,34 @@ text that it will become.
 """
 _STRETCHES = 32
 """How many stretches a text grows by while its length doubles: see _end_of_stretch()."""
+
+
+def online_budgets(
+    policy: Policy,
+    store: StoreReadings,
+    layers: Sequence[_core.LayerShape],
+    n_ctx: int,
+    profile: EntropyProfile | None = None,
+    *,
+    freezes: bool = False,
+) -> OnlineBudgets | None:
+    """Return the online budgets of a policy, or None if its budgets do not follow the text.
+
+    `profile`: the one that the policy uses, if any. `freezes`: evicted entries are frozen and may
+    return, so that budgets need not be limited to what a KV head holds.
+    """
+    if policy.own is not None:
+        follows = type(policy.own).observe is not OwnPolicy.observe
+        return OwnBudgets(policy.own, store, layers, n_ctx, profile) if follows else None
+    if policy.rule.by_layer:
+        return LayerEntropies(store, layers, n_ctx, policy.rule)
+    if policy.rule.by_losses:
+        curves = profile.curves if profile is not None and policy.rule.by_curves else None
+        return MeasuredLosses(store, layers, n_ctx, curves, attainable=not freezes)
+    follows = policy.rule is BudgetRule.PROFILE_CURVES and not freezes
+    if follows and profile is not None and profile.curves is not None:
+        return CurveBudgets(store, layers, profile.curves)
+    return None
 
 
 class HeadwiseBudgets:

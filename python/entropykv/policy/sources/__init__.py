@@ -1,3 +1,3 @@
-"""Implement what the three source documents prescribe, one file each:
-docs/background/sources.md.
+"""Implement what two of the three source documents prescribe, one file each: see
+docs/background/sources.md. What the third one prescribes is set in settings/freezing.py.
 """

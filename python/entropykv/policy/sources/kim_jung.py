@@ -14,31 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from entropykv import _core
+from entropykv.policy.online import Floats, OnlineBudgets, StoreReadings
 from entropykv.policy.plan import HeadwisePlan, by_layer
-from entropykv.policy.policy import BudgetRule, Importance, Policy
-from entropykv.policy.readings import Floats, OnlineBudgets, StoreReadings
+from entropykv.policy.policy import BudgetRule
 
 LAYER_RANGE = (8, 128)
 """The budgets in entries of the layers with the lowest and the highest entropy, as in the paper."""
 MOST_BITS = 32
 """The largest possible entropy of a row in bits, since it has fewer than 2^32 entries."""
-
-
-_BY_ATTENTION = Importance("attention", (), decay=1.0)
-
-LAYER = Policy(
-    "layer",
-    "Kim and Jung (2025): budgets per layer by entropy in this text, half of them for what "
-    "gets most attention in the layer",
-    _BY_ATTENTION,
-    rule=BudgetRule.LAYER_ENTROPY,
-)
-LAYER_IN_RANGE = Policy(
-    "layer-range",
-    "the same with budgets from 8 to 128 by entropy, scaled to the budget",
-    _BY_ATTENTION,
-    rule=BudgetRule.LAYER_RANGE,
-)
 
 
 class LayerEntropies(OnlineBudgets):

@@ -11,23 +11,10 @@ policy `streaming` does, so that both rank by the same number: cpp/decide/import
 from __future__ import annotations
 
 from entropykv import _core
-from entropykv.policy.policy import BudgetRule, Importance, Policy
 from entropykv.profile.profile import EntropyProfile
 
 ENTROPY_CLAMP = (0.3, 2.5)
 """The limits of entropy / mean entropy in a head's budget."""
-
-ENTROPY = Policy(
-    "entropy",
-    "budgets per KV head from an entropy profile, each keeping what gets most attention",
-    rule=BudgetRule.PROFILE_ENTROPY,
-)
-RECENCY = Policy(
-    "recency",
-    "README_ENTROPY_KV's position score: exponential decay, a bonus for the newest tenth",
-    Importance("recency", ()),
-    flat=True,
-)
 
 
 def weights_of(profile: EntropyProfile) -> list[float]:
