@@ -26,7 +26,7 @@ from pathlib import Path
 
 from entropykv import Pool, Session
 from entropykv.evaluation.reading import read, write
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from inputs import find_model, read_texts
 
 LOADS = ("idle", "busy", "quota")

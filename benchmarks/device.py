@@ -35,10 +35,9 @@ from gguf import GGMLQuantizationType
 from gguf.quants import quantize
 
 from entropykv import Pool, Session
-from entropykv.llamacpp.batch import BatchPart, MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.session import model_runner
-from entropykv.store.step import Part, decode_parts
+from entropykv.store.step import BatchPart, MicroBatch, Part, decode_parts
 from inputs import find_model
 from tests.support.rpc_device import use_rpc_device
 from tests.support.tiny_writer import FloatArray, TinyShape, TinyWriter
@@ -187,12 +186,12 @@ def measure_own_together(path: Path, options: argparse.Namespace, length: int) -
     for i in range(n):
         for first in range(0, length, n_ubatch):
             part = tokens[first : first + n_ubatch]
-            batch.decode_parts(context, [BatchPart(part, first, 0, sequence=i)])
+            batch.decode_together(context, [BatchPart(part, first, 0, sequence=i)])
     start = 0.0
     for step, token in enumerate(tokens_of(n_written)):
         if step == N_NOT_TIMED:
             start = time.perf_counter()
-        batch.decode_parts(
+        batch.decode_together(
             context, [BatchPart([token], length + step, 1, sequence=i) for i in range(n)]
         )
     speed = n * options.written / (time.perf_counter() - start)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from entropykv import Session
 from entropykv.cli.plots import draw
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from entropykv.report.figures import trajectory_figure
 from entropykv.session.generate import generate_tokens
 from entropykv.session.stats import SessionCounts

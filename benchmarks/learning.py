@@ -29,8 +29,8 @@ import numpy as np
 from entropykv import Session
 from entropykv.calibration.fitting import _EchoReader
 from entropykv.evaluation.bench import history_tokens
+from entropykv.evaluation.stock import StockSession
 from entropykv.evaluation.texts import read_texts
-from entropykv.llamacpp.stock import StockSession
 from entropykv.policy.policy import AUTO
 from entropykv.profile.growing import GrowingPredictor, _correlations, _moments
 from entropykv.profile.predictor import Lessons

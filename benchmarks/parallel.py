@@ -26,9 +26,9 @@ import llama_cpp
 import numpy as np
 
 from entropykv import Pool
-from entropykv.llamacpp.batch import BatchPart, MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.model import shipped
+from entropykv.store.step import BatchPart, MicroBatch
 from inputs import read_texts
 
 PIECE = 128
@@ -108,12 +108,14 @@ def in_stock(model: Model, prompts: list[list[int]], write: int, threads: int) -
         for first in range(0, len(prompt), 512):
             part = prompt[first : first + 512]
             last = first + len(part) == len(prompt)
-            (rows,) = batch.decode_parts(context, [BatchPart(part, first, int(last), sequence=i)])
+            (rows,) = batch.decode_together(
+                context, [BatchPart(part, first, int(last), sequence=i)]
+            )
         tokens[i] = int(np.argmax(rows[-1])) if rows is not None else 0
         streams.times[i].append(time.perf_counter())
     for step in range(write - 1):
         parts = [BatchPart([tokens[i]], len(prompts[i]) + step, 1, sequence=i) for i in range(n)]
-        for i, rows in enumerate(batch.decode_parts(context, parts)):
+        for i, rows in enumerate(batch.decode_together(context, parts)):
             tokens[i] = int(np.argmax(rows)) if rows is not None else 0
             streams.times[i].append(time.perf_counter())
     batch.close()

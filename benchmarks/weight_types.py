@@ -23,7 +23,7 @@ from pathlib import Path
 
 from entropykv import Pool, Session
 from entropykv.evaluation.bench import BenchSettings, bench
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from inputs import (
     BITNETS,
     FILE_TYPES,

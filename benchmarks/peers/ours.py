@@ -13,8 +13,8 @@ from benchmarks.peers.protocol import AGREEMENT, FACTS, GREEDY, RULER, SPEED, Me
 from entropykv import Session
 from entropykv.evaluation.metrics import compare
 from entropykv.evaluation.reading import grow
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import Logits
-from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.options import Budget
 
 EQUAL_BYTES = ", equal bytes"

@@ -19,8 +19,8 @@ from benchmarks.peers.ours import StockReference
 from benchmarks.peers.presses import PRESSES
 from benchmarks.peers.protocol import AGREEMENT, FACTS, RULER, Method, Passage
 from entropykv.evaluation.metrics import compare
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import Logits
-from entropykv.llamacpp.stock import StockSession
 
 FULL = "full cache, against llama.cpp's"
 """The name of the row that shows how much the frameworks' full caches differ with the same

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session, UnsupportedModelError
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from entropykv.model.architectures import ArchitectureCheck, Served
 from tests.architectures.description import Architecture
 from tests.architectures.writer import write_architecture

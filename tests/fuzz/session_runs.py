@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from entropykv import EntropyKVError, Session, SessionFileError
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from tests.fuzz.forgery import forged
 from tests.fuzz.models import FuzzModel, llama_model, random_model
 from tests.fuzz.operations import Operation, random_operation, topic

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from entropykv import Session, UnsupportedModelError, _core
-from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.context import let_hook_change
 from entropykv.llamacpp.model import Model
+from entropykv.store.step import MicroBatch
 from tests.support.command import assert_refused, entropykv
 from tests.support.logits import Logits, relative_error, tokens_for
 from tests.support.model_reference import ModelReference

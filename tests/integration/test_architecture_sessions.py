@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SettingsError
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from entropykv.settings.recovery import Recovery, Rung
 from tests.architectures import MODELS
 from tests.support.architecture_models import (

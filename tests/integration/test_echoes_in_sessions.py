@@ -11,7 +11,7 @@ import pytest
 
 from entropykv import BudgetToShare, OwnPolicy, Pool, Session, SettingsError
 from entropykv.evaluation.passkeys import make_cases
-from entropykv.llamacpp.batch import BatchPart, MicroBatch
+from entropykv.store.step import BatchPart, MicroBatch
 from tests.architectures import MODELS
 from tests.support.logits import tokens_for
 from tests.support.releases import write_known
@@ -48,13 +48,13 @@ def echoes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     echo.
     """
     sizes: list[tuple[int, int]] = []
-    decode = MicroBatch.decode_parts
+    decode = MicroBatch.decode_together
 
     def counted(self: MicroBatch, context: Any, parts: Sequence[BatchPart]) -> Any:
         sizes.extend((len(part.tokens), len(part.echo)) for part in parts)
         return decode(self, context, parts)
 
-    monkeypatch.setattr(MicroBatch, "decode_parts", counted)
+    monkeypatch.setattr(MicroBatch, "decode_together", counted)
     return sizes
 
 
@@ -86,7 +86,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
     uneven_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []
-    decode = MicroBatch.decode_parts
+    decode = MicroBatch.decode_together
     settings: dict[str, Any] = {"n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_budget": 192}
     with Pool(uneven_llama, n_sequences=2, policy=FirstHeads(), **settings) as pool:
 
@@ -101,7 +101,7 @@ def test_in_a_pool_too_it_is_scored_while_all_of_it_is_there(
         other.decode(tokens_for(90, seed=5))
         session.decode(tokens_for(90))
         n_heads = len(all_entries(session))
-        monkeypatch.setattr(MicroBatch, "decode_parts", looked)
+        monkeypatch.setattr(MicroBatch, "decode_together", looked)
         session.decode(tokens_for(60, seed=1))
         assert set(found) == {90 * n_heads}
         assert session.cache.evicted > 0

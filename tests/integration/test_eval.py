@@ -22,9 +22,9 @@ from entropykv.evaluation.dataset import Question, dataset_items
 from entropykv.evaluation.metrics import compare, equal_share
 from entropykv.evaluation.passkeys import RecallPart, recall_items
 from entropykv.evaluation.reading import read, write
+from entropykv.evaluation.stock import StockSession
 from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
 from entropykv.model.shipped import DEMOS
 from entropykv.session.recovery import Climb
 from entropykv.settings.recovery import Recovery, Rung

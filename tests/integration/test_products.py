@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropykv import Session, _core
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from tests.support.architecture_reading import read
 from tests.support.logits import relative_error, tokens_for
 from tests.support.tiny_models import write_llama

@@ -15,8 +15,8 @@ import pytest
 from benchmarks.inputs import REAL_MODELS, read_texts
 from entropykv import EntropyLlama, Pool, Session
 from entropykv.evaluation.passkeys import Fact, make_cases
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import mean_divergence
-from entropykv.llamacpp.stock import StockSession
 from entropykv.settings.cores import usable_cores
 from tests.support.logits import Logits
 

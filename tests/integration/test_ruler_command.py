@@ -11,8 +11,8 @@ import pytest
 from entropykv import Session
 from entropykv.cli import main
 from entropykv.evaluation.ruler.scores import QUESTIONS, RulerPart, Suite, own_texts, ruler_parts
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
 from tests.support.eval_command import Command
 
 EASY = ("--suite", "ruler", "--kv-type", "f16", "--policy", "uniform")

@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks.inputs import read_texts
 from entropykv import Session
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import mean_divergence
-from entropykv.llamacpp.stock import StockSession
 from tests.support.command import python
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from entropykv import EntropyLlama, Session
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from tests.support.architecture_reading import decided, greedy, next_logits, read, stock
 from tests.support.logits import relative_error, tokens_for
 from tests.support.tiny_models import write_bitnet, write_llama

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import Session
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 
 Logits = npt.NDArray[np.float32]
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.context import let_hook_change
 from entropykv.llamacpp.model import Model
+from entropykv.store.step import MicroBatch
 
 Logits = npt.NDArray[np.float32]
 

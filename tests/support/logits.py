@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 
 Logits = npt.NDArray[np.float32]
 

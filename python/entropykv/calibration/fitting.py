@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.calibration.spread import Arrays, Spread, StepSettings, TextWork
-from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.policy.resolved_config import config_for
 from entropykv.profile.curves import N_SINKS
@@ -26,7 +25,7 @@ from entropykv.profile.predictor import Lessons, ScorePredictor, lookups_of
 from entropykv.session.second_readings import LEAST_ECHO, Echo, value_features
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
-from entropykv.store.step import decode_inside
+from entropykv.store.step import MicroBatch, decode_inside
 
 Rows = npt.NDArray[np.float32]
 

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import CalibrationError, UnsupportedModelError
-from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.distributions import Logits, mean_divergence
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.recurrent import is_recurrent
@@ -20,7 +19,7 @@ from entropykv.profile.curves import CurveRules, Entries, HeadLoss, Queries, Row
 from entropykv.profile.predictor import ScorePredictor
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.store.headwise import HeadwiseContext, HeadwiseStore
-from entropykv.store.step import decode_inside
+from entropykv.store.step import MicroBatch, decode_inside
 
 Entropies = npt.NDArray[np.float32]
 _TIMED_TOKENS = 384

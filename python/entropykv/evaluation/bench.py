@@ -19,8 +19,8 @@ from entropykv import _core
 from entropykv.errors import ContextError
 from entropykv.evaluation.combination import COMPARED_TYPES
 from entropykv.evaluation.metrics import disagreement
+from entropykv.evaluation.stock import StockSession
 from entropykv.evaluation.texts import read_texts
-from entropykv.llamacpp.stock import StockSession
 from entropykv.model.geometry import ModelGeometry, read_geometry
 from entropykv.policy.policy import AUTO
 from entropykv.session.session import Session

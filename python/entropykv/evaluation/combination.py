@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from entropykv.errors import SettingsError
-from entropykv.llamacpp.stock import StockSession
+from entropykv.evaluation.stock import StockSession
 from entropykv.model.geometry import read_geometry
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions

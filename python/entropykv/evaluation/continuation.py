@@ -33,11 +33,11 @@ from entropykv.evaluation.reading import (
     rows_of,
     write,
 )
+from entropykv.evaluation.stock import StockSession
 from entropykv.evaluation.texts import Text
 from entropykv.files import new_file
 from entropykv.llamacpp.distributions import Logits
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
 from entropykv.session.session import Session
 
 DEFAULT_PROMPT = 2048

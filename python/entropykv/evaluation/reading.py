@@ -11,8 +11,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import Logits
-from entropykv.llamacpp.stock import StockSession
 from entropykv.session.recovery import Watch
 from entropykv.session.session import Session
 from entropykv.settings.options import Budget

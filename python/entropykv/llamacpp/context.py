@@ -15,6 +15,8 @@ from entropykv.llamacpp.model import Model, offloaded_layers
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import KV_PARTS, joint_kv_type
 
+SEQUENCE = 0
+"""llama.cpp's number of the only sequence of a context."""
 CELL_PADDING = 256
 """llama.cpp rounds the number of its cells up to a multiple of this."""
 GGML_TYPES = {

@@ -12,7 +12,7 @@ from typing import Any
 import llama_cpp
 
 from entropykv.errors import ContextError
-from entropykv.llamacpp.batch import SEQUENCE
+from entropykv.llamacpp.context import SEQUENCE
 from entropykv.llamacpp.model import Model, captured_log
 
 WHY = "it has recurrent layers"

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv.errors import ContextError, ImageError
-from entropykv.llamacpp.batch import Embedded
 from entropykv.llamacpp.foreign_text import without_names
 from entropykv.llamacpp.projector import ImageChunk, Projector, TextChunk
 from entropykv.session.reuse import common_prefix
 from entropykv.session.sequence import FIRST_PLACEHOLDER, ImageSpans
+from entropykv.store.protocol import Embedded
 
 FORMATS = "PNG, JPEG, BMP or GIF"
 MOST_RATIO = 200

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 from entropykv.errors import EntropyKVError, PoolError, SettingsError
-from entropykv.llamacpp.batch import MicroBatch
 from entropykv.llamacpp.model import Model
 from entropykv.llamacpp.projector import Projector
 from entropykv.llamacpp.threads import Threads
@@ -33,7 +32,7 @@ from entropykv.settings.options import Budget, is_number
 from entropykv.store.device import DeviceContext
 from entropykv.store.factory import StoreFactory
 from entropykv.store.protocol import Store
-from entropykv.store.step import decode_parts
+from entropykv.store.step import MicroBatch, decode_parts
 
 _CHECK_INTERVAL = 0.02
 """The seconds after which a thread that waits for room checks again whether another session is

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropykv import _core
-from entropykv.llamacpp.batch import SEQUENCE, Embedded
+from entropykv.llamacpp.context import SEQUENCE
 from entropykv.llamacpp.positions import RopeRange
 from entropykv.policy.division import LossCurve
 from entropykv.profile.predictor import ScorePredictor
@@ -159,6 +159,19 @@ class StoreFacts:
     """A hash of how keys are stored: see store/headwise.py; None: as they are."""
     saves_cells: bool = False
     """True if a saved state holds cells of llama.cpp, whose format depends on its version."""
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """Hold embeddings that are read instead of those of tokens."""
+
+    rows: npt.NDArray[np.float32]
+    """The embeddings, (tokens, n_embd)."""
+    positions: npt.NDArray[np.int32] | None
+    """The positions at which M-RoPE sees the embeddings, (4, tokens); None: consecutive positions.
+    """
+    sees_all: bool
+    """True where the embeddings attend to each other, also to later ones."""
 
 
 class TokensToRead(NamedTuple):

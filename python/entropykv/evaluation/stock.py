@@ -14,10 +14,10 @@ import numpy.typing as npt
 
 from entropykv import _core
 from entropykv.errors import EntropyKVError
-from entropykv.llamacpp.batch import SEQUENCE, MicroBatch
-from entropykv.llamacpp.context import context_parameters, let_hook_change, relu2_layers
+from entropykv.llamacpp.context import SEQUENCE, context_parameters, let_hook_change, relu2_layers
 from entropykv.llamacpp.model import Model
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.store.step import MicroBatch
 
 
 @dataclass(frozen=True)
