@@ -62,7 +62,7 @@ def read(
         prefix_cache.reads(session, len(piece))
         session.decode(piece)
     if until is None:
-        session.text.note_turn(writes=True)
+        session.text.checkpoint_at_turn(writes=True)
         prefix_cache.has_read(session)
 
 
@@ -313,7 +313,7 @@ def test_a_fork_is_of_the_same_tenant(pool_llama: Path) -> None:
         session = pool.session(tenant="anna")
         session.decode(SYSTEM)
         assert session.fork().tenant == "anna"
-        session.text.note_turn(writes=True)
+        session.text.checkpoint_at_turn(writes=True)
         assert pool.session_for([*SYSTEM, 5], "anna").position == len(SYSTEM)
         assert pool.session_for([*SYSTEM, 5]).position == 0
 

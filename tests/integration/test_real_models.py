@@ -183,7 +183,7 @@ def test_a_checkpoint_beyond_the_windows_is_reused() -> None:
     with Pool(path_of(GEMMA), **options) as pool:
         first = pool.session()
         first.decode(tokens[:700])
-        first.text.note_turn(writes=True)
+        first.text.checkpoint_at_turn(writes=True)
         second = pool.session_for(tokens)
         assert second.position == 700
         rows = second.decode(tokens[700:], all_logits=True)

@@ -132,7 +132,7 @@ class FakeSession:
     def token_bytes(self, token: int) -> bytes:
         return b"%d " % token
 
-    def note_turn(self, *, writes: bool) -> None:
+    def checkpoint_at_turn(self, *, writes: bool) -> None:
         pass
 
     def rest(self) -> None:

@@ -173,7 +173,7 @@ class _Answer:
         if done < end or session.logits is None:
             read_prompt(session, prompt.tokens[done:], told, companions=self._with)
         if self._request.prompt.tokens:
-            session.text.note_turn(writes=True)
+            session.text.checkpoint_at_turn(writes=True)
         values = () if self._recorder is None else tuple(self._recorder.take(0))
         yield PromptRead(end, n_cached, time.perf_counter() - start, values)
 

@@ -314,7 +314,7 @@ class ModelRunner:
         """
         while True:
             with self.exclusively(slot):
-                if self.shared.is_live_now(slot):
+                if slot.live or self.shared.admit(slot):
                     yield slot.store
                     return
             time.sleep(_CHECK_INTERVAL)
@@ -326,12 +326,15 @@ class ModelRunner:
         slot = cast(SequenceSlot, work.owner)
         try:
             self.check_open(slot)
-            if not self.shared.is_live_now(slot):
+            if not (slot.live or self.shared.admit(slot)):
                 return False
-            # A part that is only an echo has no tokens: the share must not change before the echo
-            # has scored the entries.
+            # A part that is only an echo has no tokens: budgets must not change before the echo has
+            # scored the entries.
             if work.part.tokens:
-                self.shared.note_growth(slot)
+                if not self.shared.is_private:
+                    self.shared.note_growth(slot)
+                elif slot.store.sharing is not None:
+                    slot.store.sharing.expect(slot.expected)
         except Exception as error:
             work.part.error = error
         return True
@@ -348,7 +351,8 @@ class ModelRunner:
         self._in_step = True
         parts = [work.part for work in works]
         n_tokens = sum(len(part.tokens) + len(part.echo) for part in parts)
-        teaches = self.second_readings.prepare(parts)
+        reads_twice = self.config.reads_twice
+        teaches = reads_twice and self.second_readings.prepare(parts)
         start = time.monotonic()
         try:
             with self._threads.step(parts[0].store.context.handle, n_tokens):
@@ -371,9 +375,11 @@ class ModelRunner:
                     self.second_readings.note(
                         slot, work.part.position, work.part.tokens, teaches=teaches
                     )
-        self.second_readings.learn()
-        prompts = [work for work in works if not work.is_single and work.part.error is None]
-        self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
+        if reads_twice:
+            self.second_readings.learn()
+        if not self.shared.is_private:
+            prompts = [work for work in works if not work.is_single and work.part.error is None]
+            self.shared.note_losses([cast(SequenceSlot, work.owner) for work in prompts])
 
     def open_projector(
         self,

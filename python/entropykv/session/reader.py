@@ -68,7 +68,8 @@ class SequenceReader:
         """Return the object that makes echoes; None if this text is not read twice, or not any
         more.
         """
-        return self._runner.second_readings.echo_of(self._slot)
+        runner = self._runner
+        return runner.second_readings.echo_of(self._slot) if runner.config.reads_twice else None
 
     def read(
         self,
@@ -96,7 +97,7 @@ class SequenceReader:
         self._runner.model.check_tokens(text)
         if len(text) < len(ids) and self._runner.images is None:
             raise no_projector()
-        self._text.note_turn(writes=len(ids) == 1 if writes is None else writes)
+        self._text.checkpoint_at_turn(writes=len(ids) == 1 if writes is None else writes)
         arrival = self._runner.scheduler.arrive()
         slot = self._slot
         slot.expected = max(slot.expected, slot.text.position + len(ids))
@@ -123,7 +124,7 @@ class SequenceReader:
             yield self._read_micro_batch(part, arrival, image, continues=continues)
             continues = config.recall_micro_batch <= len(chunk) < config.n_ubatch
             if ids:
-                self._text.note_interval(len(chunk))
+                self._text.checkpoint_at_interval(len(chunk))
                 if gives_way:
                     arrival = self._runner.scheduler.arrive()
 
@@ -175,7 +176,7 @@ class SequenceReader:
             return 0
         self._check_room(1)
         runner.model.check_tokens([token, *drafts])
-        self._text.note_turn(writes=True)
+        self._text.checkpoint_at_turn(writes=True)
         slot.expected = max(slot.expected, text.position + 1)
         tokens = [token, *drafts]
         part = Part(self._store, tokens, text.position, len(tokens), lag=text.images.lag)

@@ -99,7 +99,7 @@ class SessionText:
         self._slot.text.logits = logits
         return True
 
-    def note_turn(self, *, writes: bool) -> None:
+    def checkpoint_at_turn(self, *, writes: bool) -> None:
         """Keep a checkpoint if reading a prompt follows writing, or the reverse; `writes`: the next
         tokens are written.
         """
@@ -108,7 +108,7 @@ class SessionText:
             self.keep_checkpoint()
         slot.writes = writes
 
-    def note_interval(self, n_tokens: int) -> None:
+    def checkpoint_at_interval(self, n_tokens: int) -> None:
         """Keep a checkpoint within a prompt if its last `n_tokens` have reached a place for one,
         and later checkpoints could not be cut to less text: because something was evicted, or
         because layers are recurrent.

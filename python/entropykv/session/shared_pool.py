@@ -49,7 +49,7 @@ change with every token.
 """
 INTERVAL = 1024
 """Within a long prompt, a checkpoint may be kept every INTERVAL tokens: see
-SessionText.note_interval().
+SessionText.checkpoint_at_interval().
 """
 LEAST_CHANGE = 1 / 16
 """After losses were measured anew, shares change only if one changes by at least this fraction."""
@@ -578,12 +578,10 @@ class SharedPool:
                 "with a Pool"
             )
 
-    def is_live_now(self, slot: SequenceSlot) -> bool:
+    def admit(self, slot: SequenceSlot) -> bool:
         """Make a sequence live; returns False if there is no room as long as another one reads.
         Raises PoolError if there can be no room.
         """
-        if slot.live:
-            return True
         # Everything below gets the same time, because a sequence may become idle meanwhile.
         now = time.monotonic()
         try:
