@@ -48,7 +48,7 @@ def __getattr__(name: str) -> object:
     home, name_there = _HOMES[name]
     if home != "entropykv.errors" and "_core" not in globals():
         try:
-            _version.check()
+            _version.check_llama_cpp()
         except ImportError:
             globals().pop("_core", None)  # A refused extension must be no attribute.
             raise

@@ -16,7 +16,7 @@ REBUILD = "build it again in its source directory: `pip install --force-reinstal
 _BUILT = f"entropykv {VERSION} was built against llama-cpp-python {LLAMA_CPP_PYTHON_VERSION}"
 
 
-def check() -> None:
+def check_llama_cpp() -> None:
     """Raise VersionError for a llama.cpp that differs from the one that the extension was built
     against.
 

@@ -39,7 +39,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_it_was_built_against_what_is_here() -> None:
-    _version.check()
+    _version.check_llama_cpp()
     assert _core.differences() == []
     assert _core.ggml_version() == GGML_VERSION
     assert _core.ggml_commit() == GGML_COMMIT
@@ -123,7 +123,7 @@ def test_no_release_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         VersionError, match=r"none is installed; run `pip install llama-cpp-python=="
     ):
-        _version.check()
+        _version.check_llama_cpp()
 
 
 def other_ggml(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -152,7 +152,7 @@ def test_the_same_release_built_of_something_else(
 ) -> None:
     words = change(monkeypatch)
     with pytest.raises(VersionError, match=words) as caught:
-        _version.check()
+        _version.check_llama_cpp()
     assert "build it again" in str(caught.value)
 
 
@@ -162,4 +162,4 @@ def test_a_source_distribution_says_that_its_tree_was_changed(
     plain = GGML_COMMIT.removesuffix("-dirty")
     for commit in (plain, f"{plain}-dirty"):
         monkeypatch.setattr(_core, "ggml_commit", lambda of=commit: of)
-        _version.check()
+        _version.check_llama_cpp()

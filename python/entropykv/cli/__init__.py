@@ -86,7 +86,7 @@ def _show_first_options(given: Sequence[str]) -> None:
     long to load.
     """
     if any(word in HELP for word in given[1:]):
-        from entropykv.cli.first_options import FIRST  # noqa: PLC0415  (only here)
+        from entropykv.cli.options import FIRST  # noqa: PLC0415  (only here)
 
         if given[0] in FIRST:
             FIRST[given[0]].parser(f"entropykv {given[0]}").parse_args(["--help"])
@@ -137,7 +137,7 @@ def parser_with(names: Collection[str]) -> tuple[CommandParser, dict[str, Comman
     )
     for name, (module, _) in COMMANDS.items():
         if name in names:
-            _version.check()
+            _version.check_llama_cpp()
             add = getattr(importlib.import_module(f"{__name__}.{module}"), f"add_{module}")
             add(commands)
         else:

@@ -40,7 +40,7 @@ from entropykv.cli.request_options import (
     read_prompt,
     sampling_of,
 )
-from entropykv.cli.saved import add_document_option, add_load_option, open_given, use_document
+from entropykv.cli.saved import add_document_option, add_load_option, open_documents, use_document
 from entropykv.cli.terminal import noted_interrupts, say
 from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.files import read_text
@@ -208,10 +208,11 @@ def _chat(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
     first = read_prompt(options)
-    use_document(options)
-    if options.web:
-        if options.document is not None:
+    if options.document is not None:
+        use_document(options)
+        if options.web:
             raise SettingsError("the page asks about no --document yet; leave --web out")
+    if options.web:
         return chat_in_browser(options, sampling)
     demo = demo_of(options)
     if demo is not None and options.system is None and options.load_session is None:
@@ -235,7 +236,8 @@ def _chat(options: argparse.Namespace) -> int:
         )
         if options.load_session is not None:
             conversation.load(options.load_session)
-        if open_given(session, options) is not None:
+        if options.document is not None:
+            open_documents(session, options)
             conversation.begin_after_document()
         conversation.files = files
         trained = session.config.geometry.n_ctx_train

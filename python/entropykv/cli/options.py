@@ -1,23 +1,31 @@
-"""Add the options that several commands share: most of them are declared in settings/."""
+"""Add the options that several commands share, most of which are declared in settings/, and say
+which options --help shows first: FirstOptions.
+
+Nothing here loads llama.cpp or numpy, which take long, so that --help can show the first options
+of a command without its module.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from entropykv.cli.parser import CommandParser
 from entropykv.cli.terminal import say
 from entropykv.errors import SettingsError
 from entropykv.files import NOT_UTF8, new_file, read_text
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
+from entropykv.settings import flags
 from entropykv.settings.cache_options import SWITCH, CacheOptions
 from entropykv.settings.freezing import Freezing
 from entropykv.settings.options import MOST_THREADS, MOST_TOKENS, of_group
 from entropykv.settings.options import declared as declared_options
 from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
-from entropykv.settings.sampling import Sampling
+from entropykv.settings.sampling import TEMPERATURE, Sampling
 
 _DEFAULTS = CacheOptions()
 CONTEXT = 1_000_000
@@ -411,3 +419,88 @@ def write_output(path: str, text: str) -> None:
             file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"{path}: {error.strerror}; give a file that can be written") from None
+
+
+_FIRST_OF_CACHE = ("n_ctx", "kv_budget", "policy", "freeze", "n_threads")
+
+
+@dataclass(frozen=True)
+class FirstOptions:
+    """Hold how a command introduces itself, and the options that its --help shows."""
+
+    usage: str
+    description: str
+    shown: tuple[str, ...]
+    example: str
+    add: Callable[[CommandParser], None]
+
+    def parser(self, prog: str) -> CommandParser:
+        """Return a parser that knows only the options that this command's --help shows first, so
+        that they can be printed without loading the modules of the command.
+        """
+        parser = CommandParser(prog=prog, usage=self.usage, description=self.description)
+        self.add(parser)
+        self.show_in(parser)
+        return parser
+
+    def show_in(self, parser: CommandParser) -> None:
+        """Let --help of a parser show only the options in `shown`, with the example."""
+        parser.show_first(*self.shown, example=self.example)
+
+
+def _add_those_of_run(parser: CommandParser) -> None:
+    add_model_options(parser)
+    add_prompt_options(parser, "the prompt")
+    add_system_options(parser, "the prompt")
+    for name in _FIRST_OF_CACHE:
+        add_option(parser, CacheOptions, name)
+    layers = "layers on the GPU, or all; K and V follow them if --store allows it"
+    add_option(parser, CacheOptions, "n_gpu_layers", help=layers)
+    add_option(parser, Sampling, "temperature", default=TEMPERATURE)
+    for flag in (flags.N_PREDICT, flags.DOCUMENT, flags.SAVE_SESSION, flags.STATS_JSON):
+        flag.add(parser)
+
+
+def _add_those_of_serve(parser: CommandParser) -> None:
+    add_model_option(parser, parser.add_mutually_exclusive_group())
+    for name in _FIRST_OF_CACHE:
+        add_option(parser, CacheOptions, name)
+    add_option(parser, CacheOptions, "n_gpu_layers")
+    add_option(parser, CacheOptions, "n_sequences", default=1)
+    for flag in (
+        flags.ALIAS,
+        flags.HOST,
+        flags.PORT,
+        flags.API_KEY,
+        flags.DOCUMENTS,
+        flags.MODELS_PRESET,
+        flags.REPLICAS,
+    ):
+        flag.add(parser)
+
+
+RUN = FirstOptions(
+    "%(prog)s (-m MODEL | -hf USER/MODEL | --demo NAME) [options]",
+    "Read a prompt and generate text inside a KV budget. The text goes to stdout, progress and the "
+    "final table to stderr.",
+    (
+        *("-m", "-hf", "--demo", "-p", "-f", "-sys", "-n", "--temp", "-c", "--kv-budget"),
+        *("--policy", "--freeze", "-t", "-ngl", "--document", "--save-session", "--stats-json"),
+    ),
+    'entropykv run -m model.gguf -f long.txt -p "What happened?" --kv-budget 20%',
+    _add_those_of_run,
+)
+SERVE = FirstOptions(
+    "%(prog)s (-m MODEL | -hf USER/MODEL | --models-preset FILE) [options]",
+    "Serve models to OpenAI's clients inside a KV budget, and a page to chat with them: "
+    "llama_cpp.server's options, also as llama-server spells them, and the budget's. Every option "
+    "may also come from an environment variable such as ENTROPYKV_API_KEY.",
+    (
+        *("-m", "-hf", "--kv-budget", "-c", "-np", "--policy", "--freeze", "-t", "-ngl", "-a"),
+        *("--host", "--port", "--api-key", "--documents", "--models-preset", "--replicas"),
+    ),
+    "entropykv serve -m model.gguf --kv-budget 512MiB --parallel 4",
+    _add_those_of_serve,
+)
+FIRST = {"run": RUN, "serve": SERVE}
+"""The commands whose --help this module shows."""

@@ -74,7 +74,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def add_later(self, add: Callable[[argparse.ArgumentParser], None]) -> None:
         """Let `add` add the options when a command line is parsed, because it takes long, or needs
-        an extra; --help does without it: see first_options.py.
+        an extra; --help does without it: see FirstOptions in options.py.
         """
         self._later = add
 

@@ -21,8 +21,8 @@ from entropykv.cli.engine import (
     say_learnt,
     say_reading_twice,
 )
-from entropykv.cli.first_options import RUN
 from entropykv.cli.options import (
+    RUN,
     add_budget_options,
     add_no_chat,
     add_prompt_options,
@@ -51,7 +51,7 @@ from entropykv.cli.saved import (
     add_session_options,
     check_chat,
     load_session,
-    open_given,
+    open_documents,
     save_session,
     use_document,
 )
@@ -100,7 +100,8 @@ def run(options: argparse.Namespace) -> int:
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
     use_in_template(options)
-    use_document(options)
+    if options.document is not None:
+        use_document(options)
     asked = _use_demo(options)
     text = _prompt_text(options)
     check_writable(options.stats_json)
@@ -112,7 +113,9 @@ def run(options: argparse.Namespace) -> int:
     files = image_files(options.image)
     with open_engine(options) as session:
         open_projector(session, options, files)
-        loaded = load_session(session, options.load_session)
+        loaded = None
+        if options.load_session is not None:
+            loaded = load_session(session, options.load_session)
         if asked:
             say(f"asking {asked!r} about {options.file}")
         prompt, chat = _prompt_of(session, text, files, options, loaded)
@@ -135,12 +138,7 @@ def run(options: argparse.Namespace) -> int:
             to_question=bool(chat) or options.demo is not None,
             when_read=None if cache is None else lambda: cache.keep_prompt(session, chat=chat),
         )
-        _report(session, options.stats_json)
-        if options.plot is not None and session.cache.trajectory:
-            from entropykv.report.figures import trajectory_figure  # noqa: PLC0415  # few need it
-
-            trajectory = session.cache.trajectory.to_json()
-            draw(lambda: trajectory_figure({"": trajectory}), options.plot)
+        _report(session, options)
         if options.save_session is not None:
             _save(session, options.save_session, answer, chat=chat)
         elif cache is not None and cache.keeps_answer:
@@ -177,16 +175,20 @@ def _check_plot(options: argparse.Namespace) -> None:
         raise SettingsError("--plot draws what is frozen; give --freeze ram, or leave --plot out")
 
 
-def _report(session: Session, path: str | None) -> None:
+def _report(session: Session, options: argparse.Namespace) -> None:
     stats = session.stats()
     rows = [*stats_rows(stats), dropped_row(session)]
     print(format_rows(rows, columns_of(sys.stderr)), file=sys.stderr)
-    if path is None:
-        return
-    figures = dataclasses.asdict(stats)
-    if session.cache.trajectory:
-        figures["trajectory"] = session.cache.trajectory.to_json()
-    write_output(path, json.dumps(figures, indent=2) + "\n")
+    trajectory = session.cache.trajectory.to_json() if session.cache.trajectory else None
+    if options.stats_json is not None:
+        figures = dataclasses.asdict(stats)
+        if trajectory is not None:
+            figures["trajectory"] = trajectory
+        write_output(options.stats_json, json.dumps(figures, indent=2) + "\n")
+    if options.plot is not None and trajectory is not None:
+        from entropykv.report.figures import trajectory_figure  # noqa: PLC0415  # few need it
+
+        draw(lambda: trajectory_figure({"": trajectory}), options.plot)
 
 
 def _use_demo(options: argparse.Namespace) -> str | None:
@@ -227,7 +229,8 @@ def _prompt_of(
     """Open the documents that were given; return what is read, and whether the session is a chat
     (None if unknown).
     """
-    if document := open_given(session, options):
+    if options.document is not None:
+        document = open_documents(session, options)
         asks = session.question_text(text, chat=bool(document.chat))
         is_chat = bool(document.chat)
         prompt = prompt_of(session, asks, files, add_bos=False, is_answer=is_chat)

@@ -40,12 +40,10 @@ def add_load_option(group: argparse._ActionsContainer, description: str) -> None
     group.add_argument("--load-session", metavar="FILE", help=description)
 
 
-def load_session(session: Session, path: str | None) -> SavedContents | None:
-    """Load the session at `path`, and print a note; returns None without a path. Raises
-    SettingsError for a document, and SessionFileError for a file that cannot be loaded.
+def load_session(session: Session, path: str) -> SavedContents:
+    """Load the session at `path`, and print a note. Raises SettingsError for a document, and
+    SessionFileError for a file that cannot be loaded.
     """
-    if path is None:
-        return None
     with open_session(path) as reader:
         if reader.contents.document is not None:
             raise SettingsError(f"{path}: is a document; give --document {path}")
@@ -195,8 +193,6 @@ def use_document(options: argparse.Namespace) -> None:
     Raises SettingsError for options that cannot go with a document, and SessionFileError for a file
     that is no document.
     """
-    if options.document is None:
-        return
     for flag, given in (
         ("--load-session", options.load_session),
         ("--prompt-cache", getattr(options, "prompt_cache", None)),
@@ -215,13 +211,9 @@ def use_document(options: argparse.Namespace) -> None:
             setattr(options, name, value)
 
 
-def open_given(session: Session, options: argparse.Namespace) -> SavedContents | None:
-    """Open the documents that were given, if any, and print a note; returns the first one's
-    contents.
-    """
-    paths: list[str] | None = options.document
-    if paths is None:
-        return None
+def open_documents(session: Session, options: argparse.Namespace) -> SavedContents:
+    """Open the documents of --document, and print a note; returns the first one's contents."""
+    paths: list[str] = options.document
     headers: list[DocumentHeader] = options.document_headers
     check_chat(headers[0].contents, _is_chat(session, options), paths[0])
     start = time.perf_counter()

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from entropykv.cli.engine import device_parts
-from entropykv.cli.first_options import SERVE
 from entropykv.cli.options import (
+    SERVE,
     add_fixed_threads_option,
     add_freeze_options,
     add_learn_option,
