@@ -30,7 +30,8 @@ from unittest import mock
 from entropykv import Session
 from entropykv.cli import main as entropykv
 from entropykv.evaluation.bench import history_tokens
-from entropykv.policy.online import OnlineBudgets, online_budgets
+from entropykv.policy.online import OnlineBudgets
+from entropykv.store.headwise_budgets import online_budgets
 from inputs import find_model
 
 CENTRED_KEYS, ATTAINABLE_BUDGETS = "centred-keys", "attainable-budgets"

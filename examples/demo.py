@@ -18,9 +18,9 @@ from tqdm import tqdm
 from entropykv import Session
 from entropykv.evaluation.passkeys import RecallItem, RecallPart, recall_items
 from entropykv.evaluation.reading import read, write
+from entropykv.evaluation.stock import StockSession
 from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
-from entropykv.llamacpp.stock import StockSession
 from entropykv.model import shipped
 from entropykv.model.geometry import read_geometry
 
