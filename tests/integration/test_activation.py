@@ -1,5 +1,5 @@
-"""Squared ReLU is computed in graphs that llama.cpp builds with SwiGLU, as a forward pass in numpy
-shows.
+"""In graphs that llama.cpp builds with SwiGLU, squared ReLU is computed instead; a forward pass in
+numpy is the reference.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class HookedContext:
 
 @pytest.mark.parametrize("n_threads", [1, 2, 3])
 def test_the_op_is_exact(relu2_model: Path, expected: Logits, n_threads: int) -> None:
-    """Decode in micro-batches of several sizes, and in reused graphs: single tokens reuse the first
-    one's.
+    """Logits are those of numpy in micro-batches of several sizes, and in reused graphs: a single
+    token reuses the graph of the one before.
     """
     with HookedContext(relu2_model, 3, n_threads) as hooked:
         rows = []

@@ -1,4 +1,4 @@
-"""A store that is not one of ours: llama.cpp's own cache with all tokens, in a page of code."""
+"""A session works with a store from outside of the package: llama.cpp's own cache with all tokens."""
 
 from __future__ import annotations
 

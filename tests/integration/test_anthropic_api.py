@@ -1,5 +1,5 @@
-"""Anthropic's Messages API on `entropykv serve` accepts its clients' requests, and answers in its
-form.
+"""`entropykv serve` accepts requests of clients of Anthropic's Messages API, and answers in the
+form of that API.
 """
 
 from __future__ import annotations

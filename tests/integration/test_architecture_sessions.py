@@ -1,7 +1,7 @@
-"""Sessions work with layers that have windows, recurrent layers, and ALiBi, and layers without a
-window freeze: a few models of each kind.
+"""Sessions work with a few models of each kind: with windows, recurrent layers or ALiBi. Layers
+without a window can freeze entries.
 
-test_architectures.py has what holds for every architecture.
+test_architectures.py tests what holds for every architecture.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def test_windows_of_8192_tokens_that_do_not_slide(name: str, tmp_path: Path) -> 
 @some("gemma2", "gemma3", "gpt-oss", "step35")
 @pytest.mark.parametrize("policy", ["uniform", "adaptive"])
 def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, path: Path) -> None:
-    """Rolling back works also within a prompt at whose end entries outside the windows were
-    dropped.
+    """Rolling back a few tokens works, also within a prompt at whose end entries outside the
+    windows were dropped; further back it is refused, and changes nothing.
     """
     tokens, after = tokens_for(250), tokens_for(12, seed=8)
     options = {"kv_budget": 0.5, "policy": policy}
@@ -135,7 +135,7 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
 
 @some("gemma3", "jamba", "bloom")
 def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None:
-    """After recurrent layers, or if it changes further back than a window, the prompt is read
+    """With recurrent layers, or if the prompt changes further back than a window, all of it is read
     again.
     """
     llm = EntropyLlama(str(path), n_ctx=512, kv_budget=1.0, n_ubatch=64, **QUIET)

@@ -21,7 +21,7 @@ from tests.support.releases import IS_CHECKED, write_known
 
 
 def bytes_cached_for_a_token(path: Path) -> float:
-    """Return the bytes per token in llama.cpp's own cache, by how much its saved state grows."""
+    """Return the bytes of one token in llama.cpp's own cache, by which its saved state grows."""
     model = llama_cpp.Llama(str(path), n_ctx=256, n_threads=1, flash_attn=True, verbose=False)
     sizes = []
     for n_tokens in (8, 16):
@@ -76,13 +76,13 @@ def test_a_header_tells_of_states_what_llama_cpp_knows(
     loaded = Model(path, n_gpu_layers=0, verbose=False)
     by_header, by_llama_cpp = read_geometry(path).recurrent, is_recurrent(loaded)
     loaded.close()
-    # Older releases keep no states.
+    # Older releases of llama.cpp keep no states.
     assert by_header == by_llama_cpp or (by_header and not IS_CHECKED)
 
 
 @every_model
 def test_stock_llama_cpp_decodes_it(kind: str, model: Architecture, path: Path) -> None:
-    """The weights make sense: logits are finite and depend on the text, however it is read."""
+    """The weights make sense: logits are finite and depend on the text, but not on how it is read."""
     tokens = tokens_for(48)
     other = [tokens[0], tokens[1] ^ 1, *tokens[2:]]
     session = stock(path)
@@ -129,7 +129,7 @@ def test_headwise_gives_the_logits_and_the_text_of_stock(model: Architecture, pa
 
 @pytest.mark.parametrize("model", SERVED, ids=lambda model: model.name)
 def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> None:  # noqa: ARG001
-    """The kept positions and logits are the same for every number of threads."""
+    """Bytes stay within the budget, and logits are the same for every number of threads."""
     tokens = tokens_for(138)
     runs = []
     for kv_budget, n_threads in ((0.5, 1), (0.25, 1), (0.25, 2), (0.25, 3), (0.25, 4)):
@@ -147,7 +147,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
             )
             stats = ours.stats()
             only_windows = all(shape.window == 32 for shape in ours._slot.store.layers)
-            if kv_budget == 0.25:  # With more, layers without windows hold everything.
+            if kv_budget == 0.25:  # With 0.5, layers without windows may hold everything.
                 assert (stats.evictions == 0) == only_windows
             assert stats.kv_bytes_peak <= stats.kv_bytes_budget
             check_entries(ours, len(tokens))
@@ -156,7 +156,7 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
 
 
 def check_entries(session: Session, position: int) -> None:
-    """Check that sinks and the recent window are kept, as far as they are visible."""
+    """Check that KV heads keep the sinks and recent windows that they see, within budgets."""
     protection = session._slot.store.sharing.plan.protection
     sinks = range(protection.n_sinks)
     recent = range(position - protection.recent_window, position)
@@ -202,7 +202,7 @@ def test_auto_takes_headwise_or_says_why_not(kind: str, model: Architecture, pat
     if kind not in REFUSALS:
         assert (store, fallback) == ("headwise", None)
         return
-    if store == "headwise" and not IS_CHECKED:  # An older release attends to all positions.
+    if store == "headwise" and not IS_CHECKED:  # An older llama.cpp attends to all positions.
         plain, tokens = stock(path), tokens_for(130)
         expected = read(plain, tokens, 130)
         plain.close()

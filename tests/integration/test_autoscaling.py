@@ -1,6 +1,6 @@
-"""Replicas are started as requests wait and removed when fewer are enough, without a loss.
+"""Replicas are started when requests wait and removed when fewer are enough; no request is lost.
 
-This takes minutes, and needs a machine on which a cluster of three nodes has cores to spare.
+The test takes minutes, and needs a machine on which a cluster of three nodes has cores to spare.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
 
 
 def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: Path) -> None:
-    """A second conversation can ask about it, too, and so can a page that was loaded again."""
+    """A second conversation, on a page that was loaded again, can ask about the document, too."""
     keep = tmp_path / "kept"
     usual = ("-c", 16384, "-t", 1, "--kv-budget", 4096, "--policy", "adaptive")
     with Server("--documents", keep, usual=usual) as running:
@@ -105,8 +105,8 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
 def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
     browser: Any, tmp_path: Path, policy: str
 ) -> None:
-    """The shipped model's profile predicts which entries are looked up, so attention is not
-    measured.
+    """Policy `auto` ranks by predictions of the shipped model's profile, and `streaming` by
+    positions: neither measures attention.
     """
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", policy)
     with Server("--documents", tmp_path, usual=usual) as running:
@@ -128,7 +128,7 @@ def squeezed(text: str) -> str:
 
 
 def drop(page: Watched, name: str, text: str, on: str = "form.composer") -> None:
-    """Drop a text file on the field for messages, or somewhere else."""
+    """Drop a text file on the element that the CSS selector `on` finds."""
     transfer = page.page.evaluate_handle(
         """([name, text]) => {
             const data = new DataTransfer();
@@ -292,7 +292,7 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
 def test_the_text_of_a_conversation_that_has_just_ended_is_asked_for_once(
     page: Watched, server: Server
 ) -> None:
-    """The pictures stay as they were before the end, and the server answers as it does after it."""
+    """The page still gets pictures of a conversation that the server does not know any more."""
     page.settings(Longest_answer=4)
     page.ask("The old garden")
     page.finished()
@@ -310,7 +310,7 @@ def test_the_text_of_a_conversation_that_has_just_ended_is_asked_for_once(
     page.page.reload()
     page.page.get_by_role("heading", name="Text of a conversation that has ended").wait_for()
     seen = len(looks)
-    while len(looks) < seen + 2:  # Each look gives the page a picture, which it used to answer.
+    while len(looks) < seen + 2:  # Later pictures must not make the page ask again.
         page.page.wait_for_event("response", lambda response: "kv/stream" in response.url)
     assert len(asked) == 1
     assert "conversation=9" in asked[0]
@@ -429,7 +429,7 @@ def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
 def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
     page: Watched, server: Server
 ) -> None:
-    """Of pictures that have all come, it shows the newest, and not each in turn."""
+    """Of pictures that have all come, the page shows the newest, and not each in turn."""
     server.post("/v1/completions", json.dumps({"prompt": "The old garden", "max_tokens": 1}))
     (_, model), (_, now) = events(server, most=2)
     assert now["map"] is not None

@@ -1,4 +1,6 @@
-"""`entropykv calibrate` and `entropykv profile` write, note and refuse what they should."""
+"""`entropykv calibrate` writes a profile, and `entropykv profile` prints, compares and converts
+profiles; bad options are refused, and no file is replaced without --force.
+"""
 
 from __future__ import annotations
 

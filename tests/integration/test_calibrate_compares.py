@@ -57,8 +57,8 @@ def long_texts(n: int = 5) -> list[Text]:
 def test_what_is_compared_is_what_the_definition_says(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The reference reads a passage inside a fraction of its f16 bytes, continues it, and answers
-    questions.
+    """The reference reads a passage inside a fraction of its f16 bytes, and measures the KL of a
+    continuation and of a repetition from those of a full cache.
     """
     tokens = tokens_for(640 + 64 + 9)
     read, following, question = tokens[:640], tokens[640:704], tokens[704:709]
@@ -114,7 +114,7 @@ def test_what_is_compared_is_what_the_definition_says(
 
 
 def divergence(whole: np.ndarray, rows: np.ndarray) -> float:
-    """Return the mean KL in nats from log-probabilities to logits."""
+    """Return the mean KL in nats from log-probabilities to logits, each (positions, vocabulary)."""
     precise = rows.astype(np.float64)
     precise -= precise.max(axis=1, keepdims=True)
     precise -= np.log(np.exp(precise).sum(axis=1, keepdims=True))
@@ -140,7 +140,7 @@ def test_figures_are_those_of_the_passages(
     known = np.array([True, False, True, True, False, True])
     right = np.zeros((4, 2, 6), bool)
     right[2] = True
-    right[3, 0, 5] = True  # The model with a full cache knows the fourth fact of the first text.
+    right[3, 0, 5] = True  # This is the fourth fact of the first text that a full cache knows.
 
     def step(*_: object) -> list[tuple[np.ndarray, ...]]:
         return [(kl, kl, 0.25, known, right), (3 * kl, 5 * kl, 0.75, ~known, right)]
@@ -211,7 +211,7 @@ def test_models_without_a_predictor_compare_budgets(name: str, tmp_path: Path) -
 
 @some("gemma3")
 def test_models_with_windows_are_calibrated(name: str, tmp_path: Path) -> None:
-    """What calibration reads again must still have the entries outside the windows."""
+    """Calibration reads parts of a text again, which needs the entries outside the windows."""
     texts = [Text(f"{i}.txt", sentences(160, i)) for i in range(5)]
     path = written(MODELS[name], tmp_path)
     found = calibrate(path, texts, replace(LONG, curve_length=1024))

@@ -1,4 +1,4 @@
-"""Calibration fits predictors to the right data, and takes trust from KV heads in which they lose
+"""Calibration fits predictors to its texts, and takes trust from KV heads in which predictions lose
 more than they gain.
 """
 
@@ -45,9 +45,7 @@ def test_calibration_fits_a_predictor(profile: EntropyProfile) -> None:
 def test_sessions_rank_by_the_predictor_of_a_file(
     tiny_llama: Path, profile: EntropyProfile, tmp_path: Path
 ) -> None:
-    """Beyond its floor, a small budget keeps the entries with the highest scores of the
-    functions.
-    """
+    """Beyond its floor, a small budget keeps the entries with the highest predicted scores."""
     path = tmp_path / "profile.json"
     profile.save(path)
     tokens = tokens_for(400)  # One micro-batch, so that everything is evicted at once.
@@ -76,7 +74,7 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 
 def test_it_is_the_mean_of_the_fits_of_texts(tiny_llama: Path) -> None:
-    """The fit of each text counts by its tokens, and the last text tests the others."""
+    """The fit to each text counts by its tokens, and the last text tests the fit to the others."""
     texts = [tuple(tokens_for(n, seed=seed)) for seed, n in enumerate((500, 300, 400))]
     settings = StepSettings.of(tiny_llama, n_ctx=500, n_threads=2)
     read: list[int] = []
@@ -137,7 +135,7 @@ def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: P
 
 
 def documents(model: Path) -> list[list[int]]:
-    """Return documents of facts about which the package's model can answer questions."""
+    """Return the tokens of two documents of facts, about which the shipped model can be asked."""
     with Session(model, n_ctx=64, n_threads=1) as session:
         words = [Writer(f"trust {seed}").test_document(600, 4)[0] for seed in range(2)]
         return [session.tokenize("".join(of_text[1:-1]), add_bos=True)[:512] for of_text in words]
@@ -158,7 +156,7 @@ def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
 
 
 def test_a_head_that_predictions_mislead_goes_without() -> None:
-    """Where nothing is predicted, nothing gets worse, and trust stays 1.
+    """Trust becomes 0 in a KV head with opposite predictions, and stays 1 where none are made.
 
     Layer 0 is left out: its attention is so concentrated that even the smallest share, 2^-20,
     matters.
@@ -205,9 +203,7 @@ def scores(model: Path, profile: EntropyProfile, policy: str) -> list[np.ndarray
 def test_sessions_add_no_predictions_where_there_is_no_trust(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The measure `predicted` has nothing else to rank by, so it uses the predictions without
-    trust, too.
-    """
+    """The measure `predicted` alone has nothing else to rank by, so it ignores trust."""
     assert profile.predictor is not None
     trust = np.ones((len(profile.predictor.shape), 2))
     trust[1, 0] = 0.0

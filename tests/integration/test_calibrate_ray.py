@@ -1,4 +1,4 @@
-"""`entropykv calibrate` gives the profile of one machine when it continues, or on a cluster."""
+"""A calibration that was interrupted, or runs on a cluster, writes the profile of a plain one."""
 
 from __future__ import annotations
 

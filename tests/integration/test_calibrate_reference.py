@@ -18,7 +18,7 @@ from tests.support.logits import tokens_for
 
 
 def hf_llama(path: Path, directory: Path) -> Path:
-    """Save the tiny llama of a GGUF file as a checkpoint, with a tokenizer of words."""
+    """Save the tiny llama of a GGUF file for transformers, with a tokenizer; return the folder."""
     torch = pytest.importorskip("torch", reason="the reference is transformers")
     transformers = pytest.importorskip("transformers", reason="the reference is transformers")
     tokenizers = pytest.importorskip("tokenizers", reason="the reference is transformers")
@@ -70,7 +70,7 @@ def test_transformers_agrees(tiny_llama: Path, tmp_path: Path) -> None:
     tokens = tokens_for(120)
     with Observer(tiny_llama, n_ctx=128, n_threads=2) as observer:
         ours = observer.entropies(tokens)
-        theirs = eager_entropies(model, tokens)  # K and V are f32 there.
+        theirs = eager_entropies(model, tokens)  # Transformers keeps K and V in f32.
         np.testing.assert_allclose(ours.mean(axis=1), theirs.mean(axis=1), atol=1e-3)
         np.testing.assert_allclose(ours, theirs, atol=1e-2)
         texts = some_texts()

@@ -146,7 +146,7 @@ def test_what_goes_wrong_is_one_sentence(
     }
     out, errors = chat(tiny_llama, "the\n" + "\n".join(wrong) + "\n/budget 1024\nof\n")
     with open_plain(tiny_llama) as session:
-        assert out == "".join(plain(session, "the", "of"))  # The failed turn has left no trace.
+        assert out == "".join(plain(session, "the", "of"))  # Failed commands have left no trace.
     said = sentences(errors)
     assert len(said) == len(wrong), said
     for sentence, words in zip(said, wrong.values(), strict=True):

@@ -25,9 +25,7 @@ from tests.support.chats import GREEDY, Chat, open_plain
 
 
 def interrupting(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    """Return a function that presses Ctrl-C in its call number `at`, and calls the given one each
-    time.
-    """
+    """Return `function`, with a SIGINT to this process before its call number `at`, from 1 on."""
     calls = []
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -229,8 +229,8 @@ def test_checkpoints_of_a_closed_pool_are_gone(model: Path) -> None:
 def test_a_prompt_whose_last_piece_is_one_token_has_a_checkpoint_at_its_end(
     model: Path, n_tokens: int
 ) -> None:
-    """A checkpoint is kept at the end of a prompt, also if its last micro-batch is one token like a
-    written one.
+    """A checkpoint is kept at the end of a prompt, also if its last micro-batch is a single token,
+    as in decode.
     """
     llm = EntropyLlama(str(model), n_ctx=N_CTX, n_sequences=2, n_ubatch=PIECE, **QUIET)
     prompt = SYSTEM[:n_tokens]

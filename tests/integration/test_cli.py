@@ -161,7 +161,7 @@ def test_files_that_are_no_models(tiny_llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["run {} -p x", "chat {}", "plan -m {} {}", "serve {}"])
 def test_a_model_without_an_option_before_it(tiny_llama: Path, words: str) -> None:
-    """Other programs take a model so; the way out is -m, not a list of all its relatives."""
+    """Other programs take a model without an option, so the refusal names -m as the way out."""
     result = entropykv(*words.replace("{}", str(tiny_llama)).split())
     assert_refused(result, f"{tiny_llama} has no option before it", f"-m {tiny_llama}")
 

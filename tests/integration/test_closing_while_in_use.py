@@ -1,5 +1,5 @@
-"""Closing something that others use gives them an exception, and forked processes say what they
-lack; the process continues.
+"""Using an object that another thread has closed raises an exception, as does using one in a forked
+process; neither ends the process.
 
 Tests with threads run in a process of their own, because a failure could end the process.
 """

@@ -1,4 +1,6 @@
-"""Grammars allow what llama.cpp allows with real vocabularies, and answers follow schemas."""
+"""With real vocabularies, grammars allow the tokens that llama.cpp allows, and answers follow
+schemas.
+"""
 
 from __future__ import annotations
 
@@ -170,8 +172,8 @@ def test_an_answer_ends_where_a_grammar_allows_no_token(llama: EntropyLlama) -> 
 
 
 def test_a_model_is_freed_with_its_last_grammar() -> None:
-    """A model is freed without the garbage collector, which may run late, because samplers hold the
-    weights.
+    """A model is freed with the last reference to it, without the garbage collector, which may run
+    late: samplers hold the weights, but not the model.
     """
     made = EntropyLlama(MODEL, n_ctx=256, n_threads=1, n_threads_batch=1, verbose=False)
     gc.collect()
@@ -244,9 +246,7 @@ def test_a_chat_refuses_schemas_that_cannot_be_enforced(llama: EntropyLlama) -> 
 
 
 def test_drafts_are_right_only_within_a_constraint() -> None:
-    """An answer that repeats itself and follows a constraint is the same with drafts, some of which
-    are refused.
-    """
+    """An answer that repeats itself and follows a constraint is the same with drafts."""
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1}
     constraint = Constraint.regex("(ab ){3}(ab ac ){4}.{4}")
     texts = []

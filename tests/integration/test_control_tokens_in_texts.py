@@ -1,4 +1,4 @@
-"""What users, tools and documents say opens no turn, whichever interface it comes through."""
+"""Without parse_special, what users, tools and documents say opens no turn in any interface."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def assert_turns(tokens: list[int], text: str, *, n_turns: int, n_evil: int, spe
     Only if `special`, these names are read as control tokens.
     """
     begun = n_turns + 1 + (n_evil if special else 0)
-    # The model itself may begin a text with one more.
+    # The model itself may begin a text with one more BOS.
     assert tokens.count(BOS) in (begun, begun + 1)
     assert tokens.count(EOS) == n_turns + (n_evil if special else 0)
     assert tokens.count(0) == (n_evil if special else 0)

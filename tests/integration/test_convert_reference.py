@@ -80,7 +80,7 @@ def random_model(hidden_act: str = "relu2", n_head_kv: int = 2, **changes: Any) 
 
 
 def converted_weights(path: Path) -> dict[str, tuple[npt.NDArray[np.float32], np.float32]]:
-    """Return (ternary values as floats, scale) of every projection."""
+    """Return (ternary values as floats, scale) of every projection by its name."""
     tensors = {tensor.name: tensor for tensor in GGUFReader(path).tensors}
     weights = {}
     for name, tensor in tensors.items():

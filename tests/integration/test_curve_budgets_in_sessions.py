@@ -98,7 +98,7 @@ def test_a_head_that_needs_more_goes_on_to_fill_its_budget_behind_a_prompt(
 def test_budgets_of_long_texts_are_shared_again_less_often(
     uneven_llama: Path, n_prompt: int, length: int
 ) -> None:
-    """In between, budgets stay the same, so that drafts may be read."""
+    """Between two times of sharing, budgets stay the same, so that drafts may be read."""
     with of_curves(uneven_llama, n_ctx=3 * n_prompt) as session:
         session.decode(tokens_for(n_prompt))
         sharing = session._slot.store.sharing  # type: ignore[attr-defined]

@@ -55,9 +55,9 @@ class Reader:
     def __init__(self, library: DocumentLibrary) -> None:
         self.library = library
         self.within: dict[str, Gate] = {}
-        """By text: before every micro-batch."""
+        """By text, the gate before every micro-batch."""
         self.behind: dict[str, Gate] = {}
-        """By text: when the complete file has just appeared."""
+        """By text, the gate when the complete file has just appeared."""
 
     def post(self, name: str, text: str = TEXT) -> Reading:
         reading = Reading(DocumentId("any", "", name), text, [name])
@@ -150,7 +150,7 @@ def ask(reader: Reader) -> None:
 
 
 def held_reading(reader: Reader, point: str, name: str = "book") -> Gate:
-    """Begin to read a document; returns the gate at which its thread waits."""
+    """Begin to read a document; return the gate, at `within` or `behind`, where its thread waits."""
     gate = Gate()
     getattr(reader, point)[TEXT] = gate
     reader.post(name)

@@ -115,7 +115,7 @@ def test_an_application_gets_the_same_answer(smollm2: Path) -> None:
             n_gpu_layers=layers,
             verbose=False,
         )
-        # Later words are less certain than the rounding of some devices.
+        # Later words may differ by the rounding of some devices.
         reply = llm("The capital of France is", max_tokens=3, temperature=0.0)
         answers.append(reply["choices"][0]["text"])
         assert llm.kv_stats().store == ("headwise" if layers == 0 else "device")

@@ -102,7 +102,7 @@ def read_on_device(
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     # Nothing was computed on the device that it does not support.
     assert found["refused"] == []
-    # Nothing was written behind the place of a node.
+    # Nothing was written beyond the memory of a node.
     assert found["overflows"] == []
     assert found["within"]
     assert found["loaded"]
@@ -139,9 +139,7 @@ def test_layers_whose_heads_it_takes_stay_on_the_device(llama: Path) -> None:
 
 
 def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llama: Path) -> None:
-    """A device that cannot multiply views, as Vulkan cannot, still sums over queries by
-    products.
-    """
+    """A device that cannot multiply views, as Vulkan cannot, sums over queries without products."""
     found = read_on_device(llama, of_views=["OUT_PROD"], kv_budget=48)
     assert found["on_host"] is None
     assert list(found["devices"]) == ["REFUSING"]
@@ -211,7 +209,7 @@ sys.exit(main(json.loads(sys.argv[1])))
 def test_a_document_whose_policy_no_device_can_follow_is_asked_on_the_cpu(
     llama: Path, tmp_path: Path
 ) -> None:
-    """`-ngl 0` is the way out that is named; the flat store, which is tried last, has none."""
+    """The refusal names `-ngl 0` as the way out, not one of the flat store, which is tried last."""
     text, document = tmp_path / "text.txt", tmp_path / "book.kv"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 6, encoding="utf-8")
     model = ["-m", str(llama), "-t", "1"]

@@ -1,4 +1,6 @@
-"""A device that is written in Python is asked by a thread that others wait for."""
+"""Threads that wait for decisions of the device store let a device that is written in Python
+answer.
+"""
 
 from __future__ import annotations
 

@@ -238,8 +238,9 @@ def test_it_ranks_entries_as_the_cpu_does(llama: Path, policy: str) -> None:
 def test_what_single_tokens_gave_is_added_up_as_on_the_cpu(
     llama: Path, policy: str, asked_after: list[int]
 ) -> None:
-    """The sums leave out the neighbourhood of each token, fall with each one, and begin again when
-    the host has read them: because a token evicts, or because somebody asks.
+    """Sums of the attention that single tokens give leave out the neighbourhood of each token, fall
+    with each token, and begin again when the host has read them: because a token evicts, or because
+    somebody asks.
     """
     tokens = tokens_for(200)
     with (
@@ -703,7 +704,8 @@ def test_a_step_copies_to_and_from_a_device_once_for_all_layers(
     # A chunk takes one graph of masks, and one of its attention weights and the norms of its
     # values.
     assert chunk == {"computed": 2, "uploads": 2, "downloads": 1}
-    # What a token gave stays on the device, which is told the rows that it leaves out.
+    # The attention that a token gave stays on the device, which is told the rows that the token
+    # leaves out.
     assert observed == {"computed": 1, "uploads": 3, "downloads": 0}
     assert other == {"computed": 0, "uploads": 1, "downloads": 0}
 
@@ -838,7 +840,7 @@ class Twins:
     """
 
     def __init__(self, pool: Pool, path: Path, text: list[int], **options: Any) -> None:
-        """Open both; `options` are those of the pool, whose budget is a fraction."""
+        """Open the two sessions; `options` are those of the pool, whose budget is a fraction."""
         self.text = text
         self.session = pool.session()
         self.alone = on_device(path, **options)
@@ -853,7 +855,7 @@ class Twins:
 
 def write_together(pool: Pool, twins: list[Twins], n: int) -> int:
     """Let conversations read the next n tokens of their texts, one of each per step; return how
-    many graphs of ours were computed.
+    many graphs of the device store were computed.
 
     The logits are compared with those of the sessions that read alone.
     """

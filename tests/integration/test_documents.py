@@ -307,7 +307,7 @@ def test_two_processes_do_not_read_into_one_file(tiny_llama: Path, tmp_path: Pat
     with pytest.raises(SessionFileError, match="another process is reading this document"):
         read(tiny_llama, path)
     assert not path.exists()
-    os.close(descriptor)  # The lock file stays, as when that process is killed.
+    os.close(descriptor)  # The lock file stays, as if the other process was killed.
     read(tiny_llama, path)
     assert os.listdir(tmp_path) == ["book.kv"]
 

@@ -1,4 +1,4 @@
-"""A small model drafts for another one: the text is the same as without it."""
+"""A small model drafts for another one, and the text is the same as without drafts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE: dict[str, Any] = {"n_layer": 2, "n_head": 4, "n_head_kv": 2, "head_dim": 
 
 @pytest.fixture(scope="module")
 def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another model with the vocabulary of pool_llama."""
+    """Write another model with the vocabulary of pool_llama."""
     path = tmp_path_factory.mktemp("models") / "other.gguf"
     write_llama(path, weight_type="Q8_0", seed=5, **SHAPE)
     return path
@@ -127,8 +127,8 @@ def test_sessions_of_a_pool_share_a_draft_model(pool_llama: Path, other_llama: P
 
 
 def test_a_long_prompt_is_read_in_pieces(pool_llama: Path, other_llama: Path) -> None:
-    """The draft model reads a long prompt in pieces between written tokens, none of which waits for
-    all of it.
+    """The draft model reads a long prompt in pieces between written tokens, so that no token waits
+    for the whole prompt.
     """
     prompt = [1, *(3 + 7 * i % 50 for i in range(1500))]
     given = options(spec_draft_model=other_llama, n_ctx=2048)

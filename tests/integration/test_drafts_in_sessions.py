@@ -56,9 +56,7 @@ def test_a_text_is_the_same_with_drafts_and_without(
 
 
 def test_sessions_of_a_pool_draft_side_by_side(pool_llama: Path) -> None:
-    """The drafts of several sessions are read in one step, beside single tokens and prompts of
-    other sessions.
-    """
+    """Sessions of a pool that write by turns with drafts write what each writes without drafts."""
     texts = [[1, *(3 + (5 + k) * i % 50 for i in range(40 + k))] for k in range(3)]
     with Pool(pool_llama, **options(n_sequences=3, kv_budget=1.0)) as pool:
         answers = []

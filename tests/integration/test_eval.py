@@ -1,5 +1,5 @@
-"""`entropykv eval` reports correct figures of texts, facts, data sets and recovery, continues from
-a log, and loses none.
+"""`entropykv eval` reports correct figures of texts, facts, data sets and recovery, and continues
+from a log without measuring anything twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def measured_by_hand(model: Path, text: Path, budget: int, *, inside: bool) -> tuple[Any, float]:
-    """Measure by the evaluation's protocol, written again without its code."""
+    """Return the agreement with stock and the fraction of equal greedy tokens, measured by the
+    evaluation's protocol, which is written again here.
+    """
     with closing(StockSession(model, n_ctx=180, n_threads=1, n_ubatch=8)) as stock:
         tokens = stock.tokenize(text.read_text(encoding="utf-8"), add_bos=True)[:140]
         first = stock.decode(tokens[:120])[-1]

@@ -103,7 +103,7 @@ def test_the_plugin_for_llm_answers_and_continues() -> None:
 )
 def test_the_clients_say_that_no_server_answers(name: str, package: str) -> None:
     pytest.importorskip(package, reason="needs the extra clients")
-    with socket.socket() as silent:  # It has a port, on which it does not listen.
+    with socket.socket() as silent:  # The socket has a port, but does not listen.
         silent.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         result = example(name, url)

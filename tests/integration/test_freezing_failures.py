@@ -153,7 +153,9 @@ def test_a_file_that_is_not_what_it_was(
 
 
 def goes_on_without(session: Session, entries: list[list[int]], position: int, frozen: int) -> None:
-    """Check that the session has its active entries, and continues without the frozen ones."""
+    """Check that a session holds `entries` after `position` tokens, counts `frozen` entries as
+    evicted, and goes on; the session is changed and reset by that.
+    """
     assert (all_entries(session), session.position) == (entries, position)
     assert session.cache.evicted == frozen
     rows = session.decode(tokens_for(70, seed=2), all_logits=True)

@@ -1,4 +1,4 @@
-"""Models are fetched by name from a fake hub, which -hf does on the command line."""
+"""Models are fetched from a fake hub by their names, which -hf does on the command line."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Machine:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def fetch(self, *arguments: object) -> Path:
-        """Run a program that fetches the model of the arguments; return its path."""
+        """Run a program that fetches the model of the arguments; return the model's path."""
         result = self.run(*arguments, python=FETCH)
         assert result.returncode == 0, result.stderr
         return Path(result.stdout.strip())
@@ -398,7 +398,7 @@ def test_a_checkpoint_of_a_known_model_is_converted_once(machine: Machine, tmp_p
     assert target.stat().st_mtime_ns == when
     assert machine.hub.contents() == sent
     for path in target.parent.glob("*.safetensors"):
-        path.unlink()  # This file is removed to make room.
+        path.unlink()  # A user may remove a converted checkpoint to make room.
     assert machine.fetch(known.name) == target
     assert scan_cache_dir(machine.folder / "hub").warnings == []
     refused = machine.run("plan", "-hf", f"{known.name}:Q8_0")

@@ -176,13 +176,13 @@ def test_images_never_exceed_a_small_budget(model: VisionModel, store: str, poli
 
 
 def test_entries_of_an_image_are_ranked_by_what_attends_to_them(causal: VisionModel) -> None:
-    """Beyond the recent window, some rows of an image are kept, and not only its last ones."""
+    """Beyond the recent window, some entries of images are kept, and not only the last ones."""
     with causal.session(policy="uniform", kv_budget=40, n_ubatch=32, recent_window=8) as session:
         prompt = prompt_of(session)
         session.decode(prompt.tokens)
         places = [i for i, token in enumerate(prompt.tokens) if is_placeholder(token)]
         kept = {tuple(session.cache.entries(layer, h)) for layer in range(2) for h in range(2)}
-        assert len(kept) > 1  # Different heads keep different rows.
+        assert len(kept) > 1  # Different heads keep different entries.
         of_images = {place for each in kept for place in each if place in places}
         assert of_images
         assert of_images != set(places[-len(of_images) :])
@@ -324,7 +324,7 @@ def test_refuses_what_is_no_image_and_goes_on(causal: VisionModel, damage, words
 
 
 def test_files_that_are_changed_at_random_are_read_or_refused(causal: VisionModel) -> None:
-    """No damaged image ends this process, in which llama.cpp decodes them."""
+    """No damaged image ends this process, in which llama.cpp decodes it."""
     random = np.random.default_rng(3)
     outcomes = [0, 0]
     with causal.session() as session:

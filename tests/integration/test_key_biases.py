@@ -26,7 +26,9 @@ KINDS = ("f16", "q8_0")
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama that adds a large bias to the slowest pair of its keys."""
+    """Write a random llama that adds a large bias to the pair of key values that RoPE turns
+    slowest.
+    """
     path = tmp_path_factory.mktemp("models") / "biased.gguf"
     write_llama(
         path,

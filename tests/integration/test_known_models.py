@@ -31,10 +31,10 @@ TOKENS = [int(token) for token in np.random.default_rng(7).integers(0, 290, 60)]
 
 
 def tiny(known: KnownModel) -> I2sModel:
-    """Return a tiny model with its architecture, head size, and query heads per KV head.
+    """Return a tiny model with the architecture, head size and query heads per KV head of `known`.
 
-    It has two layers. Rows of 1bitLLM's 3B fill blocks of 32 but not of 256, and those of the
-    others fill both.
+    It has two layers. Rows of 1bitLLM's 3B fill blocks of 32 but not of 256; rows of other models
+    fill blocks of either size.
     """
     group, head_dim = known.n_head // known.n_head_kv, known.shape.head_dim
     n_head = group if group > 1 else 8 if known.n_embd % 256 else 16

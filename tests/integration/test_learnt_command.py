@@ -1,5 +1,5 @@
-"""run, chat and serve keep the predictor that first texts teach, and say so; models --learnt lists
-it.
+"""`run` and `serve` keep the predictor that first texts teach, and say so; `models --learnt` lists
+and removes it.
 """
 
 from __future__ import annotations

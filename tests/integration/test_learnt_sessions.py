@@ -79,7 +79,7 @@ def test_answers_do_not_change_once_it_is_complete(own_llama: Path) -> None:
 def test_a_text_of_few_tokens_is_not_said_to_have_taught(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read twice of a short text closes no round, so that nothing of it is kept."""
+    """A short text has too few tokens for a round of lessons, so that nothing of it is kept."""
     need_texts(monkeypatch, 3)
     read(own_llama, TOKENS)
     said = read(own_llama, OTHERS[:100], kv_budget=40)
@@ -91,7 +91,7 @@ def test_a_text_of_few_tokens_is_not_said_to_have_taught(
 def test_every_text_of_the_first_ones_teaches_a_round(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A predictor of three texts is the mean of those of each text, weighted by tokens."""
+    """A predictor of three texts is the same whether one session reads them or three sessions do."""
     need_texts(monkeypatch, 3)
     weights, counts = [], []
     for number in range(3):
@@ -122,9 +122,7 @@ def test_every_text_of_the_first_ones_teaches_a_round(
 def test_short_texts_of_several_processes_add_up(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two texts in two processes, each with half of the tokens that are needed, complete a
-    predictor.
-    """
+    """Two texts in two sessions, each with half of the needed tokens, complete a predictor."""
     need_texts(monkeypatch, 2)
     short = second_readings.ROUND_TOKENS + 60
     said = read(own_llama, TOKENS[:short], kv_budget=60)
@@ -289,7 +287,7 @@ def test_two_at_once_leave_the_first_complete_one(own_llama: Path, learnt_folder
 def test_what_two_learn_at_once_counts_together(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them has its own predictor meanwhile, and later sessions have that of both texts."""
+    """Two sessions have predictors of their own; the one that is kept is their mean by tokens."""
     need_texts(monkeypatch, 3)
     with Session(own_llama, **INSIDE) as first, Session(own_llama, **INSIDE) as second:
         first.decode(TOKENS)

@@ -1,4 +1,4 @@
-"""A pool without room closes sessions that were put aside, in one order."""
+"""A pool without room closes sessions that were put aside, the least recently used first."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from tests.support.threads import in_threads
 def test_going_back_leaves_what_was_there(
     tiny_llama: Path, steps: list[int], back: float, store: str, budget: float
 ) -> None:
-    """After going back, there are the entries of the last eviction, and all that were read
-    since.
+    """After a rollback, a session has the entries that the last eviction left, and all that were
+    read since.
     """
     tokens = tokens_for(sum(steps))
     with Session(
@@ -146,11 +146,7 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
 def test_what_departs_after_the_last_eviction_is_read_from_there(
     tiny_llama: Path, store: str
 ) -> None:
-    """A text that differs only after the last eviction is read from there, if answers need not
-    repeat.
-
-    If they must repeat, it is read from its beginning.
-    """
+    """With repeatable=False, a text that differs only after the last eviction is read from there."""
     llm = EntropyLlama(
         str(tiny_llama),
         n_ctx=512,
@@ -285,7 +281,7 @@ def llama_of(model: Path, **options: Any) -> EntropyLlama:
 
 
 def texts(llama: EntropyLlama, prompt: str) -> list[str]:
-    """Return answers to a prompt: greedy, with a seed, with a grammar, and one that is repeated."""
+    """Return answers: greedy, with a seed, streamed to a longer prompt, and with the seed again."""
     sampled = {"max_tokens": 24, "seed": 5, "temperature": 1.5, "top_k": 0, "top_p": 1.0}
     return [
         llama(prompt, max_tokens=24, temperature=0)["choices"][0]["text"],

@@ -1,6 +1,4 @@
-"""llama-server's own routes on `entropykv serve` take what its clients send, and answer in its
-form.
-"""
+"""`entropykv serve` answers on llama-server's own routes, in the form that its clients expect."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def test_a_changed_file_is_an_error_and_no_crash(
 
 
 class LosingStore:
-    """Raise after each step that entries are lost."""
+    """Raise an error after each step, as if entries were lost."""
 
     drafts = None
 

@@ -1,4 +1,4 @@
-"""Ollama's API on `entropykv serve` accepts its clients' requests and answers in its form."""
+"""`entropykv serve` accepts requests of Ollama's clients, and answers in the form of Ollama's API."""
 
 from __future__ import annotations
 

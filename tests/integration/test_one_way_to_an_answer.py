@@ -123,8 +123,8 @@ def test_a_chat_gives_the_same_tokens_at_every_door(
 
 
 def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_path: Path) -> None:
-    """Penalties count tokens of the prompt, as in llama.cpp's programs, except in EntropyLlama, as
-    in llama_cpp.Llama.
+    """Penalties count tokens of the prompt, as in llama.cpp's programs. EntropyLlama is left out,
+    because the penalties of llama_cpp.Llama do not.
     """
     penalty = {"temperature": 0.0, "repeat_penalty": 1.5}
     expected = of_command_line(tmp_path, TEMPLATE, penalty)
@@ -137,8 +137,8 @@ def test_penalties_consider_the_prompt_at_every_door_but_llama_cpp_s_own(tmp_pat
 
 @pytest.mark.parametrize("parallel", [1, 4])
 async def test_a_server_keeps_of_a_long_prompt_what_a_session_keeps(parallel: int) -> None:
-    """A server keeps the same entries of a long prompt as a session, because both read it in the
-    same pieces.
+    """A server evicts as many entries of a long prompt as a session, and writes the same answer,
+    because it reads the prompt in the same pieces.
     """
     text = "The old garden was heavy all morning. Simon likes walnuts. " * 24
     cache = {**CACHE, "kv_budget": str(48 * parallel), "kv_type": "q8_0", "learn": False}

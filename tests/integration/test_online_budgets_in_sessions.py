@@ -36,7 +36,7 @@ def test_small_micro_batches_say_what_large_ones_do(
     uneven_llama: Path, policy: str, n_ubatch: int
 ) -> None:
     """Small micro-batches give nearly the budgets of large ones, because the entropies of all rows
-    count.
+    of attention count.
     """
     budgets = []
     for size in (n_ubatch, 64):
@@ -83,8 +83,8 @@ def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -
 def test_a_recent_window_that_is_given_is_that_of_every_layer(
     uneven_llama: Path, policy: str, recent_window: int
 ) -> None:
-    """Every layer keeps a given recent window; without one, half of a layer's budget is for sinks
-    and the newest entries.
+    """Every layer keeps a given recent window; without one, layers keep other numbers of newest
+    entries.
     """
     runs = []
     for window in (recent_window, None):

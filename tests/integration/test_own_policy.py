@@ -43,7 +43,7 @@ class Counting(Alternating):
     entropies: tuple[int, ...] = ()
 
     def observe(self, seen: MicroBatchSeen) -> None:
-        """Count tokens."""
+        """Count tokens, and assert that each entry of KV head 0 in layer 0 has an importance."""
         self.seen += seen.n_tokens
         self.entropies = seen.entropies(0).shape
         kept = seen.positions(0, 0)

@@ -35,7 +35,7 @@ def model(pool_llama: Path) -> Path:
 def assert_equals_alone(
     model: Path, prompts: Any, shares: Any, found: Any, n: int, **options: Any
 ) -> None:
-    """Assert that each text has the logits that it has alone, in a pool as large as its share."""
+    """Assert that each text has the logits that it has alone, in a pool of its share of bytes."""
     for rows, prompt, share in zip(found, prompts, shares, strict=True):
         with pool_of(model, n_sequences=1, **{**options, "kv_budget": f"{share}B"}) as single:
             session = single.session()
@@ -50,7 +50,7 @@ def assert_equals_alone(
 def test_logits_in_company_are_those_alone_to_the_bit(
     model: Path, tokens: int, policy: str
 ) -> None:
-    """Logits are those of each text alone, to the bit, with ample budgets and with such that all
+    """Logits are those of each text alone, to the bit, with ample budgets and with budgets that
     evict.
 
     All sessions are live before the first prompt is read, so that shares do not change.
