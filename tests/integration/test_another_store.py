@@ -1,4 +1,4 @@
-"""A session works with a store from outside of the package: llama.cpp's own cache with all tokens."""
+"""A session works with a store from outside the package: llama.cpp's own cache with all tokens."""
 
 from __future__ import annotations
 

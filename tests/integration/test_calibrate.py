@@ -1,4 +1,4 @@
-"""Entropies, loss curves and damage that calibration measures of a GGUF file equal those of numpy."""
+"""Entropies, loss curves and damage that calibration measures of a file equal those of numpy."""
 
 from __future__ import annotations
 

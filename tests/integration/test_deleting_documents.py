@@ -150,7 +150,7 @@ def ask(reader: Reader) -> None:
 
 
 def held_reading(reader: Reader, point: str, name: str = "book") -> Gate:
-    """Begin to read a document; return the gate, at `within` or `behind`, where its thread waits."""
+    """Begin to read a document; return the gate (`within`, `behind`) where its thread waits."""
     gate = Gate()
     getattr(reader, point)[TEXT] = gate
     reader.post(name)

@@ -91,7 +91,7 @@ def test_a_text_of_few_tokens_is_not_said_to_have_taught(
 def test_every_text_of_the_first_ones_teaches_a_round(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A predictor of three texts is the same whether one session reads them or three sessions do."""
+    """A predictor of three texts is the same whether one session or three read them."""
     need_texts(monkeypatch, 3)
     weights, counts = [], []
     for number in range(3):

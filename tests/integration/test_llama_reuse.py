@@ -146,7 +146,7 @@ def test_what_departs_after_an_eviction_is_read_from_the_start(
 def test_what_departs_after_the_last_eviction_is_read_from_there(
     tiny_llama: Path, store: str
 ) -> None:
-    """With repeatable=False, a text that differs only after the last eviction is read from there."""
+    """With repeatable=False, what differs only after the last eviction is read from there."""
     llm = EntropyLlama(
         str(tiny_llama),
         n_ctx=512,

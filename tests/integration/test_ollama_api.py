@@ -1,4 +1,4 @@
-"""`entropykv serve` accepts requests of Ollama's clients, and answers in the form of Ollama's API."""
+"""`entropykv serve` takes requests of Ollama's clients, and answers in the form of its API."""
 
 from __future__ import annotations
 

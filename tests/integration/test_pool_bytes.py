@@ -312,7 +312,7 @@ def test_plan_shows_what_a_pool_shares_and_what_each_gets(
     with pool_of(model, n_sequences=3, kv_budget=budget, policy="uniform", n_ubatch=None) as pool:
         stats = pool.stats()
         sessions = [pool.session() for _ in range(3)]
-        # A session that writes an answer, as all but these do, may leave bytes to others.
+        # A session that writes an answer may leave bytes to others; these sessions write none.
         for session in sessions:
             session.decode(PROMPTS[4])
         assert plan["kv_bytes_budget"] == stats.kv_bytes_budget

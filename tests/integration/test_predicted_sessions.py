@@ -86,7 +86,7 @@ def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
 
 
 def read_with_echoes(session: Session, tokens: list[int], *, echoes: bool) -> None:
-    """Read a text as calibration does, each chunk followed by its echo."""
+    """Read a text as calibration does, in chunks; with `echoes`, each is followed by its echo."""
     echo = Echo(lambda text: session.tokenize(text, add_bos=False), session.config.n_ubatch)
     sequence = session._slot.text
     for first in range(0, len(tokens), echo.chunk):

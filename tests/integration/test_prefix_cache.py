@@ -1,6 +1,4 @@
-"""The prefix cache keeps conversations between requests, and decides which request
-continues which.
-"""
+"""The prefix cache keeps conversations between requests, and decides which one a request continues."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Gemma 3, which has sliding windows, and Qwen2.5, which has large biases, keep their quality.
 
-`make models` fetches them. The limits leave room above what was measured when they were set.
+`make models` fetches the models. The limits leave room above what was measured when they were set.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def test_what_is_read_in_equal_steps(
 def test_a_step_is_small_enough_for_its_queries(
     tmp_path: Path, micro_batches: list[MicroBatch], n_head: int, n_head_kv: int, step: int
 ) -> None:
-    """The step is so small that the 128 queries that a KV head considers are at least two thirds of
-    its queries.
+    """The 128 queries that a KV head considers are two thirds or more of those of a step, unless a
+    step would have fewer than 16 tokens.
     """
     write_llama(tmp_path / "m.gguf", n_head=n_head, n_head_kv=n_head_kv)
     with session_for(tmp_path / "m.gguf", n_ctx=512, freeze="ram") as session:

@@ -1,9 +1,9 @@
 """The server accepts requests with the fields and forms that Open WebUI, LibreChat and Continue
 send.
 
-The fields were taken from their sources: Open WebUI's utils/payload.py and its routers, LibreChat's
-packages/api/src/endpoints/openai (whose requests LangChain's client writes), Continue's
-core/llm/openaiTypeConverters.ts. The texts are our own.
+The fields were taken from the sources of these programs: Open WebUI's utils/payload.py and its
+routers, LibreChat's packages/api/src/endpoints/openai (whose requests LangChain's client writes),
+Continue's core/llm/openaiTypeConverters.ts. The texts are our own.
 """
 
 from __future__ import annotations

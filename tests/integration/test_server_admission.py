@@ -295,7 +295,7 @@ def test_a_client_that_reads_nothing_delays_the_end_of_the_server_by_seconds() -
 
 
 def test_who_waits_for_room_can_leave() -> None:
-    """While the pool has bytes for one conversation alone, a client that waits for its next token
+    """While the pool has bytes for only one conversation, a client that waits for its next token
     can disconnect.
     """
     budget = ("--parallel", 2, "--kv-budget", "30KiB", "--policy", "uniform", "--checkpoints", 0)
@@ -331,7 +331,7 @@ def test_a_text_of_control_tokens_takes_no_minute(smollm2_server: Server, contro
         ("/tokenize", {"content": text}, "control tokens"),
         ("/extras/tokenize/count", {"input": text}, "control tokens"),
     ):
-        answer = smollm2_server.post(path, json.dumps(body))  # It ends before its timeout.
+        answer = smollm2_server.post(path, json.dumps(body))  # The answer comes before a timeout.
         assert answer.status_code == 400
         assert said in answer.json()["error"]["message"]
     few = control * 200

@@ -152,7 +152,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_refuses_by_name_and_goes_on(client: openai.OpenAI, what: str) -> None:
     messages, words = BAD[what]
-    if not words:  # A part without words is read as text.
+    if not words:  # No refusal is expected: the marker is read as text.
         assert ask(client, messages)
         return
     with pytest.raises(openai.BadRequestError, match=words):
