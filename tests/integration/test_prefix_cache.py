@@ -1,4 +1,4 @@
-"""The prefix cache keeps conversations between requests, and decides which one a request continues."""
+"""The prefix cache keeps conversations between requests, and decides which a request continues."""
 
 from __future__ import annotations
 
