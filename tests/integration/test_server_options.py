@@ -1,5 +1,5 @@
-"""Options of `entropykv serve` work: the names of both other servers, and those of the recovery
-ladder.
+"""Options of `entropykv serve` work: those named as in llama-server and llama_cpp.server, and those
+of the recovery ladder.
 """
 
 from __future__ import annotations

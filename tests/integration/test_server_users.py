@@ -110,7 +110,7 @@ def test_names_of_one_key_share_prefixes_unless_told_otherwise(keys: Path) -> No
 
 
 class Closing(Server):
-    """End the server if the test does not."""
+    """End the server in close(), and check that its exit code is 0."""
 
     def close(self) -> None:
         assert self.end()[0] == 0

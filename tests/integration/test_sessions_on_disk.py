@@ -251,8 +251,8 @@ with Session(model, n_ctx=n_ctx, kv_budget=budget, kv_type="q8_0", n_threads=1) 
 
 
 def part(*arguments: object) -> tuple[list[int], list[list[int]]]:
-    """Generate in a process of its own, which kills itself after saving if the fifth argument says
-    so; return tokens and entries.
+    """Generate in a process of its own, which kills itself after saving if arguments[4] is a path;
+    return tokens and entries.
     """
     code = -signal.SIGKILL if arguments[4] else 0
     result = python(PART, json.dumps(arguments), code=code)

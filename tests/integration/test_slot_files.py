@@ -50,7 +50,7 @@ def complete(server: Server, prompt: str, key: str = KEYS[0]) -> Any:
 
 
 def slot_of_latest(server: Server, key: str = KEYS[0]) -> int:
-    """Return the number of the first slot that holds a conversation of the key's user."""
+    """Save the first slot that holds a conversation of the key's user; return the slot's number."""
     for number in range(2):
         answer = ask(server, f"/slots/{number}?action=save", {"filename": "probe"}, key)
         if answer.status_code == 200:

@@ -273,7 +273,9 @@ def swaps(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_nobody_is_swapped_out_while_all_texts_have_room(
     model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither when it has been idle, nor for another one that needs a place."""
+    """Idle conversations keep their places while there are bytes for all; one leaves only if a
+    fourth conversation needs one of three places.
+    """
     options: dict[str, Any] = {"kv_budget": 2 * N_CTX, "policy": policy, "checkpoints": 0}
     with pool_of(model, n_sequences=3, **options) as pool:
         swapped = swaps(pool, monkeypatch)
@@ -297,7 +299,7 @@ def test_nobody_is_swapped_out_while_all_texts_have_room(
 def test_an_idle_conversation_is_swapped_out_before_it_would_lose_entries(
     model: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There was room for both, until the other one has grown."""
+    """Once a growing text needs the bytes, the idle one leaves, and neither loses an entry."""
     options: dict[str, Any] = {"kv_budget": N_CTX, "policy": policy, "checkpoints": 0}
     with pool_of(model, n_sequences=2, **options) as pool:
         swapped = swaps(pool, monkeypatch)

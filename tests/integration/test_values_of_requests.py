@@ -31,7 +31,7 @@ def answers_of(
     """Send requests one after the other, as (path, body), to a server of one model; return the
     answers.
 
-    `options` are its ModelOptions.
+    `options` are fields of the server's ModelOptions.
     """
     given = {"n_ctx": 256, "kv_budget": "128", "n_threads": 1, **options}
     answers = []

@@ -42,7 +42,7 @@ def path(architecture: str, weight_type: str, originals: dict[str, Path], tmp_pa
 
 @every_type
 def test_logits_and_text_are_those_of_stock(path: Path, weight_type: str) -> None:
-    """Logits differ from stock's no more than those with and without flash attention.
+    """Logits differ from stock's hardly more than stock's own with and without flash attention do.
 
     A difference in the last bit of an f32 can change how an activation is rounded to 8 bits, which
     makes it hundreds of times as large.
@@ -76,7 +76,8 @@ def test_entropy_llama_computes_what_a_session_computes(path: Path) -> None:
     """
     with Session(path, n_ctx=256, kv_type="f16", n_threads=1, learn=False) as session:
         expected = [next_logits(session, part) for part in (TOKENS[:64], TOKENS[64:65])]
-    # All logits, as the session: a product of one row may have other last bits than one of many.
+    # Compute all logits, as the session does: a product of one row may have other last bits than
+    # one of many.
     arguments: dict[str, Any] = {
         "n_threads": 1,
         "n_threads_batch": 1,

@@ -1,4 +1,4 @@
-"""Requests of Anthropic's interface become chats, and chunks become its events."""
+"""Requests of Anthropic's interface become chats, and chunks become events of that interface."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_no_step_takes_long(constraint: Any, text: bytes) -> None:
 def test_a_text_ends_where_one_token_takes_too_long() -> None:
     """A text whose next token takes too long is refused.
 
-    Every list here may be one of any alternative, so that the work grows with the cube of their
+    Every list here may be of any of the alternatives, so that the work grows with the cube of their
     number.
     """
     alternatives = [{"type": "array", "items": {"$ref": "#"}} for _ in range(290)]
@@ -245,7 +245,7 @@ def test_what_takes_long_to_compile_is_refused_by_a_trial(monkeypatch: pytest.Mo
         with pytest.raises(SettingsError, match="to compile"):
             trials.check(constraint, lambda: None)
         after = os.times()
-        # The trial is a process of its own, in which the first and the second would take minutes.
+        # The trial is a process of its own, in which the first two constraints would take minutes.
         assert after.children_user - before.children_user < 30
 
 

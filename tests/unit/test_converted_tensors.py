@@ -1,5 +1,5 @@
-"""Convert writes exact weights, which independent packers pack alike, types that fit, and metadata
-of the stock architecture.
+"""Convert writes exact weights, types that fit the rows, and metadata of the stock architecture; it
+unpacks what independent packers pack.
 """
 
 from __future__ import annotations
