@@ -24,8 +24,8 @@ _METRICS = (
     ("kv_entries", "entries_kept", "Entries kept, of all KV heads."),
     ("frozen_entries", "frozen_entries", "Entries in cold storage, of all KV heads."),
     ("frozen_bytes", "frozen_bytes", "Bytes of entries in cold storage."),
-    ("frozen_sketch_bytes", "frozen_sketch_bytes", "Bytes of sketches of these entries."),
-    ("frozen_overhead_bytes", "frozen_overhead_bytes", "Bytes of their records."),
+    ("frozen_sketch_bytes", "frozen_sketch_bytes", "Bytes of sketches of frozen entries."),
+    ("frozen_overhead_bytes", "frozen_overhead_bytes", "Bytes of records of frozen entries."),
     ("resident_peak_bytes", "peak_rss_bytes", "Largest resident set of the process."),
     ("evictions_total", "evictions", "Entries evicted, of all KV heads."),
     ("restored_total", "entries_restored", "Entries restored from cold storage."),
@@ -130,9 +130,9 @@ def _figures(engine: Engine) -> Iterator[tuple[str, float, str]]:
     yield "conversations_live", pool.live, "Conversations that hold entries."
     swapped_out = "Conversations kept outside of the pool."
     yield "conversations_swapped_out", pool.swapped_out, swapped_out
-    yield "swapped_bytes", pool.swapped_bytes, "Bytes of those."
+    yield "swapped_bytes", pool.swapped_bytes, "Bytes of conversations outside of the pool."
     yield "text_bytes", pool.text_bytes, "Bytes of tokens and logits of conversations."
     yield "resumed_total", prefixes.resumed, "Requests that went on with a conversation."
-    yield "forked_total", prefixes.forked, "Requests that went on with a copy of one."
+    yield "forked_total", prefixes.forked, "Requests that went on with a copy of a conversation."
     n_let_go = engine.pool.runner.shared.n_let_go
     yield "forgotten_total", n_let_go, "Conversations dropped to make room."
