@@ -147,7 +147,9 @@ def chosen(session: Session, text: list[int]) -> npt.NDArray[np.int64]:
 
 
 def evict(path: Path, store: str) -> str | None:
-    """Read more than half the budget holds; returns the message of a store that refuses."""
+    """Read more than a budget of half the context holds; returns the message of a store that
+    refuses.
+    """
     try:
         stay_inside_half(path, store)
     except UnsupportedModelError as refusal:
@@ -156,7 +158,9 @@ def evict(path: Path, store: str) -> str | None:
 
 
 def stay_inside_half(path: Path, store: str) -> None:
-    """Raise CheckError if a store does not stay inside half a budget."""
+    """Raise CheckError if a store exceeds a budget of half the context, or gives logits that are
+    not finite.
+    """
     with Session(
         path, n_ctx=N_CTX, kv_budget=0.5, store=store, kv_type="f16", n_ubatch=32, n_threads=1
     ) as session:

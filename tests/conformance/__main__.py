@@ -55,7 +55,9 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 def shown(title: str, every: list[Case]) -> list[str]:
-    """Print a row per keyword, ours beside llguidance alone; return a line for each failure."""
+    """Print for each keyword our counts beside those of llguidance alone; return a line for each
+    failure.
+    """
     ours, theirs = table(every, schema_takes), table(every, plain)
     print(f"\n{title}: schemas, refused clearly, wrongly accepted, wrongly rejected")
     for keyword, counts in (*ours.items(), ("all", total(ours.values()))):
@@ -72,7 +74,7 @@ def shown(title: str, every: list[Case]) -> list[str]:
 
 
 def main() -> int:
-    """Judge every draft, and return 1 if a schema is enforced wrongly."""
+    """Judge every draft; return 1 if there is a failure."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -27,7 +27,7 @@ SLOW = slice(6, None)
 
 
 def two_topics(folder: Path) -> str:
-    """Ask for another topic of a head full of one topic; it froze more of the other than a step
+    """Ask a head that is full of one topic for another one, of which more is frozen than a step
     recalls.
     """
     options = {
@@ -43,8 +43,8 @@ def two_topics(folder: Path) -> str:
 
 
 def two_topics_in_few_bits(folder: Path) -> str:
-    """Do the same with frozen entries of fewer bits than active ones, and with recall in every
-    step.
+    """Do what two_topics() does, but frozen entries have fewer bits than active ones, and every
+    step recalls.
     """
     options = {
         "n_ctx": 20_000,
@@ -59,7 +59,7 @@ def two_topics_in_few_bits(folder: Path) -> str:
 
 
 def _recall_a_topic(folder: Path, options: dict[str, Any], length: int, n_queries: int) -> str:
-    """Read topics of one token each: those that a query token distinguishes best."""
+    """Read two topics of one token each, then ask for the first one; most of it must come back."""
     model = llama_model(folder, **ONE_LAYER, n_ctx_train=2**20, rope_freq_base=1e12)
     with Session(model.path, **options) as session:
         run = Run(random.Random(1), model, options, session)

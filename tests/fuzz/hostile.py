@@ -149,7 +149,7 @@ def ambiguous_grammar(chance: random.Random, port: int) -> Outcome:
 
 
 def large_schema(chance: random.Random, port: int) -> Outcome:
-    """Send a schema whose grammar would be large, to each route that accepts schemas."""
+    """Send a schema whose grammar would be large, in any field of a chat that takes one."""
     n = chance.choice((10**4, 2 * 10**7, 10**12))
     kind = chance.choice(
         (
@@ -186,7 +186,7 @@ def _nested(depth: int) -> Any:
 
 
 def deep_json(chance: random.Random, port: int) -> Outcome:
-    """Send lists or objects nested deeper than any stack."""
+    """Send deeply nested lists or objects."""
     depth = chance.choice((100, 3_000, 100_000))
     inner = "[" * depth + "]" * depth
     if chance.random() < 0.5:
@@ -348,7 +348,7 @@ def many_connections(chance: random.Random, port: int) -> Outcome:
 
 
 def many_viewers(chance: random.Random, port: int) -> Outcome:
-    """Open more viewers than are allowed, and disconnect without closing."""
+    """Open viewers, sometimes more than are allowed, and disconnect while they are served."""
     with contextlib.ExitStack() as stack:
         for _ in range(chance.choice((3, 25))):
             client = stack.enter_context(_connection(port))

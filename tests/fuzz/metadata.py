@@ -133,7 +133,9 @@ def blown_up(raw: bytes, name: str, chance: random.Random) -> bytes:
 
 
 def headers(folder: Path) -> list[Header]:
-    """Write real headers of five architectures and tokenizers."""
+    """Write tiny models of four architectures to `folder`; return their headers and a shipped
+    model's.
+    """
     writers = {"llama": write_llama, "bitnet": write_bitnet, "gemma": write_gemma}
     for name, write in writers.items():
         write(folder / f"{name}.gguf")

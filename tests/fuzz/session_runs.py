@@ -327,8 +327,8 @@ class Run:
 
 
 def _computes_all_products(session: Session) -> bool:
-    """Tell whether drafts are read, and whether a token has the same bits among them as alone."""
-    by = session.stats().products.values()  # What nothing was read with yet is not among them.
+    """Tell whether a session drafts, and a token has the same bits among drafts as alone."""
+    by = session.stats().products.values()  # Products that were not computed yet are not in it.
     known = bool(by) and not any("llama.cpp" in name for name in by)
     return session.reader.drafting is not None and known
 

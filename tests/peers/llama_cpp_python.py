@@ -2,8 +2,8 @@
 
 python -m tests.peers.llama_cpp_python SOURCES
 
-SOURCES: the folder of llama-cpp-python's sources. Ends with 1 if a test fails with EntropyLlama
-that does not fail with llama_cpp.Llama and the same models.
+SOURCES: the folder of llama-cpp-python's sources. Ends with 1 if a test that is not in OF_THE_CLASS
+fails with EntropyLlama, but not with llama_cpp.Llama and the same models.
 """
 
 from __future__ import annotations

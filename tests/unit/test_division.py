@@ -11,7 +11,7 @@ from entropykv.policy.division import Claim, LossCurve, divide, parts_by_weight
 
 
 def curve(begin: float, *pieces: tuple[float, float]) -> LossCurve:
-    """Return a loss curve from `begin` pages on; each piece is (pages, loss that each of them
+    """Return a loss curve from `begin` pages on; each piece is (pages, loss that one page of it
     prevents).
     """
     return LossCurve(begin, *(np.array(values, float) for values in zip(*pieces, strict=True)))

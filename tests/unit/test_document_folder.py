@@ -1,4 +1,4 @@
-"""Of documents in a directory of several processes, none removes what another one uses."""
+"""Processes that share a directory of documents never remove one that another process uses."""
 
 from __future__ import annotations
 

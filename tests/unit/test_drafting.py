@@ -1,4 +1,4 @@
-"""Drafts come from n-grams of the text, and are as long as pays."""
+"""Drafts come from n-grams of the text, and are only as long as they save time."""
 
 from __future__ import annotations
 

@@ -128,8 +128,8 @@ def test_drafts_are_appended_to_pages_whose_other_owners_have_left() -> None:
 
 @pytest.mark.parametrize("window", [8, 40])
 def test_a_window_evicts_nothing_while_drafts_are_read(window: int) -> None:
-    """A window drops nothing while drafts are read, because it could not come back; fewer drafts
-    are read instead.
+    """A window drops nothing while drafts are read, because a dropped entry could not come back;
+    fewer drafts are read instead.
     """
     chance = np.random.default_rng(window)
     one, other = (Text(KERNELS[-1], "f16", [60, 45, 50], 1, "mass", window=window) for _ in "12")

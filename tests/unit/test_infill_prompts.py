@@ -1,4 +1,6 @@
-"""Texts to fill in get the tokens that the model was trained on; other models are refused."""
+"""Texts to fill in get the control tokens that the model was trained with; models without such
+tokens are refused.
+"""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_checkpoints_leave_the_pool_before_idle_sessions_each_by_their_last_use(
     idle = [hold(kept_texts, n, is_checkpoint=False) for n in (30, 31)]
     checkpoints = [hold(kept_texts, n, is_checkpoint=True) for n in (40, 41)]
     found, position = kept_texts.nearest(range(40), None, Demand(is_cut=False))
-    # This was the last use of it; it cannot serve 40 tokens, because its logits are not known.
+    # The checkpoint is used last here; it serves 39 of 40 tokens, because its logits are not known.
     assert (found, position) == (checkpoints[0], 39)
     turns = [checkpoints[1], checkpoints[0], *idle]
     for n_left in range(1, 5):

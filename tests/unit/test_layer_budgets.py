@@ -50,7 +50,7 @@ def test_heads_of_a_layer_choose_together(
     shared: bool,
     seed: int,
 ) -> None:
-    """The KV heads of a layer keep the same entries, by the sum of what their queries gave."""
+    """KV heads of a layer keep the same entries, chosen by the sum of the scores of all heads."""
     rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
     rules.observation_window = 128
     layers = Layers(rules, budgets, shared=shared, seed=seed)

@@ -77,7 +77,9 @@ def grown(before: LearntPredictor, n_tokens: int, seed: int) -> LearntPredictor:
 
 
 def test_what_two_processes_add_at_once_counts_together(tmp_path: Path) -> None:
-    """Both have read the file before one of them wrote it, and one of them adds twice."""
+    """What two processes add counts together, although both read the file before one of them wrote
+    it.
+    """
     file = LearntFile(tmp_path / "a.predictor.json")
     begin = predictor(1)
     file.keep(begin)

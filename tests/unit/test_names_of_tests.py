@@ -37,7 +37,7 @@ def summary(path: Path) -> str:
 
 @pytest.mark.parametrize("path", modules(SUPPORT), ids=lambda path: path.stem)
 def test_the_map_of_support_modules_says_what_each_gives(path: Path) -> None:
-    """tests/support/README.md repeats the first sentence of every module's docstring."""
+    """tests/support/README.md repeats the first paragraph of every module's docstring."""
     name = path.relative_to(SUPPORT).as_posix()
     assert f"| `{name}` | {summary(path)} |" in (SUPPORT / "README.md").read_text(encoding="utf-8")
 

@@ -26,9 +26,9 @@ ONLINE = ("adaptive", "guided", "layer", "layer-range")
 
 
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
-    """Read micro-batches; the queries of KV head `loud` attend to all entries equally.
+    """Read micro-batches; the queries of KV head `loud` attend to all entries nearly equally.
 
-    Returns the entropies of all rows, [layer][row].
+    Returns the entropies of all rows, [layer][row], if `loud` is None.
     """
     random = np.random.default_rng(1)
     entropies: list[list[float]] = [[] for _ in SHAPES]
@@ -121,8 +121,8 @@ def guided(curves: LossCurves, losses: np.ndarray) -> dict[int, int]:
 
 @pytest.mark.parametrize("factor", [1e-6, 1.0, 1e6])
 def test_text_and_profile_count_equally(factor: float) -> None:
-    """A head that is important by the text or by the profile gets room, however large the other's
-    losses are.
+    """A head that is important by the text or by the profile gets room, whatever the scale of the
+    losses of the text.
     """
     of_text = np.full((len(HEADS), 3), 1e-3)
     of_text[1] = [1.0, 0.5, 0.1]
@@ -227,7 +227,7 @@ def test_nothing_is_measured_where_nothing_can_be_evicted() -> None:
 
 
 def most_entries_that_cannot_be(n: int) -> list[list[float]]:
-    """Return numbers of entries of KV heads, of which one or more are impossible."""
+    """Return lists of entries that `n` KV heads can hold at most; none of the lists is possible."""
     one = [40.0] * (n - 1)
     return [one, [*one, 0.5], [*one, -1.0], [*one, 2.0**31], [*one, float("nan")], [*one, 1.0, 1.0]]
 

@@ -107,7 +107,7 @@ def test_what_queries_gave_decays_and_shares_stay() -> None:
     expected, _ = store.told_by_queries(0)
     np.testing.assert_array_equal(store.shares(0)[:60], shares)
     np.testing.assert_allclose(store.given(0), expected, rtol=GIVEN_RTOL, atol=2e-5)
-    # These queries attend to nothing else, so that only the decay changes the values.
+    # These queries attend only to their own keys, so that only the decay changes the values.
     alone = layer_of("attention", decay=0.8)
     alone.read(60)
     alone.core.rebase([_core.RopeParams(**alone.rope._asdict())], N_SINKS, 0, 0)

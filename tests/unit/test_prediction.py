@@ -228,7 +228,7 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     importance = Importance.parse(text)
     assert str(importance) == name
     assert importance.predicts
-    # A choice by layer and a freeze schedule both need this property.
+    # A choice by layer and a freeze schedule both need `of_observed`.
     assert not importance.of_observed
     assert not importance.repeats
     assert not Importance.parse("mass+values").predicts

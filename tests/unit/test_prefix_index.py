@@ -178,7 +178,7 @@ def test_nobody_changes_the_texts_during_a_lookup() -> None:
 
 
 PIECES = [b"a", b"b", b" ", b"\n", b"ab", b"aba", b"ba", b" a", b"b ", b"\xc3", b"\xa9", b"<end>"]
-END, BEGIN = 100, 101  # The two control tokens; END is spelled <end>.
+END, BEGIN = 100, 101  # The two control tokens; the last piece is the name of END.
 TEXT = [b"a", b"b", b" ", b"\n", "é".encode()]
 
 

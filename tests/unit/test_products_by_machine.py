@@ -1,4 +1,4 @@
-"""Products are computed, and drafts read, as it pays on the machine."""
+"""Products are computed, and drafts read, in the way that is faster on the machine."""
 
 import llama_cpp
 import pytest

@@ -169,7 +169,7 @@ def test_queries_of_a_group_do_not_disturb_each_other() -> None:
     store.set_budgets([34], 3, N_SINKS, RECENT)
     row = np.zeros((1, 1, 32), np.float32)
     keys = np.zeros((40, 1, 1, 32), np.float32)
-    keys[:, ..., 0] = 1.0  # All entries count, frozen ones, too.
+    keys[:, ..., 0] = 1.0  # Frozen keys, too, point where the queries do.
     keys[:N_SINKS, ..., 0] = 10.0
     nothing = np.zeros((1, 2, 32), np.float32)
     for position in range(40):

@@ -124,7 +124,9 @@ def test_cores_that_nobody_uses_are_left_to_others() -> None:
 
 
 def test_costs_decide_and_not_what_others_use() -> None:
-    """Measured times decide and not the use by others, which may use only what is left over."""
+    """Measured times decide, and not what others use: here, others use only what these threads
+    leave.
+    """
     machine = Machine(ThreadChoice(2, 2), cores=2)
     machine.others, machine.waiting = 1, 1.0
     machine.choice.note_others(1.0)
