@@ -217,7 +217,9 @@ class TextWithImages(BaseModel):
     ) = None
 
     def prompt(self, job: Answering) -> Prompt:
-        """Return the prompt; raises RequestError for files that cannot be read."""
+        """Return the prompt; raises RequestError for a model without projector, and for files that
+        are too many or cannot be read.
+        """
         data = self.multimodal_data or []
         files = [_decoded(each) for each in ([data] if isinstance(data, str) else data)]
         if not files:

@@ -129,7 +129,9 @@ def _is_loopback(host: str) -> bool:
 
 
 def origins_of(option: str | None) -> tuple[list[str], str | None]:
-    """Return the origins that --cors-origins names, and a regular expression of further ones."""
+    """Return the origins that --cors-origins names, and a regular expression of further ones, or
+    None.
+    """
     origins = [each.strip() for each in (option or "").split(",") if each.strip()]
     return origins, _THIS_MACHINE if "localhost" in origins else None
 

@@ -43,7 +43,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc, unused-ignore]  # wit
         return [[by_name[self._holders.choose(affinity, loads)]]]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """Count a request."""
+        """Count a request that a replica gets."""
         super().on_send_request(replica_id)
         self._sent[replica_id.unique_id] += 1
 
