@@ -207,7 +207,7 @@ async def test_a_job_that_missed_the_call_to_stop_is_called_again(
         begun.set()
         assert interrupted.wait(60)
 
-    task = asyncio.ensure_future(engine.generate_all([Job(wait_for_room, None, None)]))
+    task = asyncio.ensure_future(engine.run_jobs([Job(wait_for_room, None, None)]))
     await asyncio.to_thread(begun.wait, 60)
     task.cancel()
     await until(lambda: not engine.running)
@@ -226,7 +226,7 @@ async def test_who_looks_at_the_model_waits_for_no_answer() -> None:
     def fail(_: Any) -> None:
         raise EntropyKVError("the pool is closed; make a new one")
 
-    task = asyncio.ensure_future(engine.generate_all([Job(answer, None, None)]))
+    task = asyncio.ensure_future(engine.run_jobs([Job(answer, None, None)]))
     assert await asyncio.to_thread(begun.wait, 60)
     assert await engine.look(lambda model: model.name) == "fake"
     with pytest.raises(EntropyKVError, match="the pool is closed"):
@@ -249,7 +249,7 @@ async def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> N
 
     job = Job(wait_for_room, None, None)
 
-    task = asyncio.ensure_future(engine.generate_all([job]))
+    task = asyncio.ensure_future(engine.run_jobs([job]))
     assert await asyncio.to_thread(begun.wait, 60)
     await asyncio.to_thread(engine.close)
     with pytest.raises(RequestError, match="shutting down"):
@@ -279,7 +279,7 @@ async def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPat
     first = Job(wait_for_the_stop, None, None)
     second = Job(lambda _: None, None, None)
 
-    tasks = [asyncio.ensure_future(engine.generate_all([job])) for job in (first, second)]
+    tasks = [asyncio.ensure_future(engine.run_jobs([job])) for job in (first, second)]
     assert await asyncio.to_thread(begun.wait, 60)
     tasks[0].cancel()
     await tasks[1]
@@ -298,11 +298,11 @@ async def test_seconds_of_a_request_go_by_while_it_waits() -> None:
         assert release.wait(60)
 
     slow = Job(answer, None, None, arrival=time.monotonic() + 3600)
-    first = asyncio.ensure_future(engine.generate_all([slow]))
+    first = asyncio.ensure_future(engine.run_jobs([slow]))
     assert await asyncio.to_thread(begun.wait, 60)
     late = Job(lambda _: None, None, None, arrival=time.monotonic() - 61)
     with pytest.raises(RequestError) as caught:
-        await engine.generate_all([late])
+        await engine.run_jobs([late])
     assert caught.value.status_code == 504
     # The first request is still running, so that the second one had to wait for it.
     assert engine.running

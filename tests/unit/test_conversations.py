@@ -237,7 +237,7 @@ async def test_a_cancelled_request_is_over_before_the_next_begins(tmp_path: Path
             note_tokens(scope)(1, 0)
 
         name = _caller(scope).name or ""
-        await engine.generate(lambda _: generate(name), note=note_read)
+        await engine.run_job(lambda _: generate(name), note=note_read)
         await send({"type": "http.response.body"})
 
     async def send(_: Any) -> None:

@@ -89,7 +89,7 @@ async def respond(
 
     if streams:
         return await _stream(request, engine, calls(), job, joined, form or Events, ping=ping)
-    work = engine.generate_all([job(call) for call in calls()])
+    work = engine.run_jobs([job(call) for call in calls()])
     done, answers = await unless_gone(request.receive, work)
     if not done:
         return Response(status_code=CLIENT_GONE)
@@ -173,7 +173,7 @@ async def _stream(
         loop.call_soon_threadsafe(take, index, chunk)
 
     jobs = [job(call, partial(emit, index)) for index, call in enumerate(calls)]
-    work = asyncio.ensure_future(engine.generate_all(jobs))
+    work = asyncio.ensure_future(engine.run_jobs(jobs))
 
     def ended(task: asyncio.Task[Any]) -> None:
         # Retrieve the error; otherwise asyncio logs it if the client has disconnected.

@@ -83,7 +83,7 @@ class _StoppedError(Exception):
 
 @dataclass(eq=False)
 class Job:
-    """Hold one choice of a request, which waits or runs; see Engine.generate() for `call`, `emit`
+    """Hold one choice of a request, which waits or runs; see Engine.run_job() for `call`, `emit`
     and `note`.
     """
 
@@ -198,7 +198,7 @@ class Engine:
         """Return how many jobs wait or run."""
         return self.admission.jobs
 
-    async def generate(
+    async def run_job(
         self,
         call: Callable[[Answering], Any],
         emit: Callable[[Any], None] | None = None,
@@ -212,11 +212,11 @@ class Engine:
         who sent the request. Raises RequestError for any error; the next request starts from a
         clean state.
         """
-        (result,) = await self.generate_all([Job(call, emit, note, caller)])
+        (result,) = await self.run_jobs([Job(call, emit, note, caller)])
         return result
 
-    async def generate_all(self, jobs: Sequence[Job]) -> list[Any]:
-        """Run the jobs of one request, at the same time as far as workers are free; see generate().
+    async def run_jobs(self, jobs: Sequence[Job]) -> list[Any]:
+        """Run the jobs of one request, at the same time as far as workers are free; see run_job().
 
         If one of them fails, the others are stopped.
         """

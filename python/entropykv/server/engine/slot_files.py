@@ -71,7 +71,7 @@ async def _done(
         timings = {f"{action}_ms": took}
         return {"id_slot": number, "filename": name, **done, "timings": timings}
 
-    result: dict[str, Any] = await engine.generate(call, caller=caller)
+    result: dict[str, Any] = await engine.run_job(call, caller=caller)
     return result
 
 
