@@ -82,13 +82,12 @@ class DraftModel:
 
 
 def open_draft_model(runner: ModelRunner) -> None:
-    """Load the small model that the runner's options name, if any, for its sequences.
-
-    Raises what DraftModel() raises.
+    """Load the small model that guesses tokens for the runner's sequences, if that is not a
+    function; raises what DraftModel() raises.
     """
     config = runner.config
     path = config.options.spec_draft_model
-    if config.spec_type == "draft" and isinstance(path, (str, os.PathLike)):
+    if isinstance(path, (str, os.PathLike)):
         options = replace(config.options, n_ctx=config.n_ctx)
         runner.draft_model = DraftModel(path, options, runner.model)
 

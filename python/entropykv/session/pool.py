@@ -119,7 +119,8 @@ class Pool:
     ) -> None:
         self._runner = ModelRunner(model, options, verbose=verbose)
         try:
-            open_draft_model(self._runner)
+            if self._runner.config.spec_type == "draft":
+                open_draft_model(self._runner)
         except BaseException:
             self._runner.close()
             raise

@@ -92,7 +92,8 @@ class Session:
         asked = CacheOptions.of(options, arguments).alone()
         runner = ModelRunner(model, asked, verbose=verbose, ends_with_session=True)
         try:
-            open_draft_model(runner)
+            if runner.config.spec_type == "draft":
+                open_draft_model(runner)
             self._begin(runner, asked.recovery, on_climb)
         except BaseException:
             runner.close()
