@@ -37,9 +37,8 @@ from entropykv.profile import learnt
 from entropykv.server.options import ModelOptions
 from entropykv.session import file as session_file
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.freezing import Freezing, Recovery
 from entropykv.settings.options import declared
-from entropykv.settings.recovery import Recovery
 
 REFERENCE = Path(__file__).parent / "reference"
 NOT_HERE = "<!-- generated from here on -->"

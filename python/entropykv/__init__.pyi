@@ -28,9 +28,9 @@ from entropykv.session.session import Session as Session
 from entropykv.session.stats import SessionStats as SessionStats
 from entropykv.settings.cache_options import CacheOptions as CacheOptions
 from entropykv.settings.freezing import Freezing as Freezing
+from entropykv.settings.freezing import Recovery as Recovery
+from entropykv.settings.freezing import Rung as Rung
 from entropykv.settings.options import Budget as Budget
 from entropykv.settings.own_policy import BudgetToShare as BudgetToShare
 from entropykv.settings.own_policy import MicroBatchSeen as MicroBatchSeen
 from entropykv.settings.own_policy import OwnPolicy as OwnPolicy
-from entropykv.settings.recovery import Recovery as Recovery
-from entropykv.settings.recovery import Rung as Rung

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from entropykv import Freezing, Session
-from entropykv.settings.recovery import Rung
+from entropykv.settings.freezing import Rung
 from tests.fuzz.models import FuzzModel, llama_model
 from tests.fuzz.operations import Operation
 from tests.fuzz.promises import require

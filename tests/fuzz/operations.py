@@ -12,7 +12,7 @@ from typing import Any
 
 from entropykv import Session
 from entropykv.errors import ContextError
-from entropykv.settings.recovery import Rung
+from entropykv.settings.freezing import Rung
 from tests.fuzz.models import FuzzModel
 from tests.fuzz.options import random_budget
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from entropykv import EntropyProfile, Freezing
 from entropykv.policy.policy import AUTO, MEASURES, MODIFIERS, POLICIES
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 from tests.fuzz.models import FuzzModel
 
 LONGEST = 2**20

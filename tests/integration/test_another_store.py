@@ -19,8 +19,15 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.session import Session
 from entropykv.settings.options import Budget
 from entropykv.store.flat import FlatContext
-from entropykv.store.protocol import Reach, Store, StoreFacts, TokensToRead
-from entropykv.store.states import DamagedState, SavedState, StoreState
+from entropykv.store.protocol import (
+    DamagedState,
+    Reach,
+    SavedState,
+    Store,
+    StoreFacts,
+    StoreState,
+    TokensToRead,
+)
 from tests.support.logits import relative_error, stock_logits, tokens_for
 
 

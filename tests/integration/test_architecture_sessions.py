@@ -14,7 +14,7 @@ import pytest
 
 from entropykv import ContextError, EntropyLlama, Session, SettingsError
 from entropykv.evaluation.stock import StockSession
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 from tests.architectures import MODELS
 from tests.support.architecture_models import (
     TRAINED,

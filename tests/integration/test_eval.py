@@ -27,7 +27,7 @@ from entropykv.evaluation.texts import Text
 from entropykv.llamacpp.model import Model
 from entropykv.model.shipped import DEMOS
 from entropykv.session.recovery import Climb
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 from tests.support.eval_command import SHORT, Command, words, write_texts
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from entropykv import Freezing, Session
+from entropykv.settings.freezing import Rung
 from entropykv.settings.options import KV_TYPES
-from entropykv.settings.recovery import Rung
 from tests.support.freeze_and_restore import freeze_and_restore
 from tests.support.frozen_sessions import (
     check_all_is_there,

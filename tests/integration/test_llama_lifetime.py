@@ -19,7 +19,7 @@ from llama_cpp import Llama, LogitsProcessorList
 from entropykv import EntropyKVError, EntropyLlama, EvictionEvent, Recovery, Session, attach
 from entropykv.errors import SettingsError
 from entropykv.session.recovery import Climb
-from entropykv.settings.recovery import Rung
+from entropykv.settings.freezing import Rung
 from tests.support.llamas import PROMPT, QUIET, as_long, content
 from tests.support.logits import tokens_for
 from tests.support.tiny_models import write_llama

@@ -13,7 +13,7 @@ import pytest
 
 from entropykv import Session
 from entropykv.session.recovery import Climb
-from entropykv.settings.recovery import Recovery
+from entropykv.settings.freezing import Recovery
 from tests.support.climbs import ClimbCounts
 from tests.support.logits import tokens_for
 

@@ -14,7 +14,7 @@ from entropykv.errors import ContextError, EntropyKVError
 from entropykv.session.generate import generate_tokens
 from entropykv.session.recovery import Climb, Ladder
 from entropykv.session.stats import SessionCounts
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 from entropykv.settings.sampling import Sampling
 from tests.support.climbs import ClimbCounts
 

@@ -14,9 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from entropykv.settings.cache_options import CacheOptions
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.freezing import WITHOUT_REWALK, Freezing, Recovery
 from entropykv.settings.options import Option, declared, of_group
-from entropykv.settings.recovery import WITHOUT_REWALK, Recovery
 
 PACKAGE = Path(__file__).parents[2] / "python" / "entropykv"
 BEGIN = "# What follows is written by `python -m tests.support.option_types`.\n"

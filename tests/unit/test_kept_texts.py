@@ -11,7 +11,7 @@ from entropykv.errors import PoolError, SettingsError
 from entropykv.session.kept_texts import InPool, KeptText, KeptTexts, Outside
 from entropykv.session.reuse import Demand
 from entropykv.session.sequence import TokenSequence
-from entropykv.store.states import SavedState, StoreState
+from entropykv.store.protocol import SavedState, StoreState
 
 SECTIONS = [b"first", b"", b"the third one"]
 

@@ -15,8 +15,8 @@ from entropykv.cli.options import integer
 from entropykv.errors import SettingsError
 from entropykv.session.memory_plan import make_plan
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.freezing import Recovery
 from entropykv.settings.options import MOST_BYTES, MOST_MICRO_BATCH, MOST_THREADS, MOST_TOKENS
-from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import Sampling
 
 LIMITS: tuple[tuple[str, int, int], ...] = (

@@ -22,7 +22,7 @@ from entropykv.errors import ContextError, EntropyKVError, SettingsError
 from entropykv.generation.prompt import GenerationRequest, Prompt
 from entropykv.session.generate import generate_tokens
 from entropykv.session.recovery import Climb, Ladder, _Distribution, _Running
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 from entropykv.settings.sampling import Sampling
 from tests.support.climbs import ClimbCounts
 from tests.support.ladders import (

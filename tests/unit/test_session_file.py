@@ -31,7 +31,7 @@ from entropykv.session.file import (
     open_session,
     write_session,
 )
-from entropykv.store.states import Section
+from entropykv.store.protocol import Section
 
 SETTINGS = SavedSettings(
     entropykv="1.0",

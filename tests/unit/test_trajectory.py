@@ -16,7 +16,7 @@ from entropykv import Session, SettingsError
 from entropykv.report.figures import trajectory_figure
 from entropykv.session.recovery import Climb
 from entropykv.session.stats import SessionStats, Trajectory, stats_rows
-from entropykv.settings.recovery import Rung
+from entropykv.settings.freezing import Rung
 
 Point = tuple[int, int, int]
 

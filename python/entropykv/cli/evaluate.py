@@ -60,8 +60,8 @@ from entropykv.policy.resolved_config import freezing_of, recovery_of
 from entropykv.profile.find import given_profile, profile_path
 from entropykv.report.figures import eval_figure, suite_figure
 from entropykv.settings.cache_options import CacheOptions
+from entropykv.settings.freezing import WITHOUT_REWALK
 from entropykv.settings.options import KV_TYPES
-from entropykv.settings.recovery import WITHOUT_REWALK
 
 _DEFAULTS = EvalRequest
 

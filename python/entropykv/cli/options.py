@@ -21,10 +21,9 @@ from entropykv.files import NOT_UTF8, new_file, read_text
 from entropykv.model.shipped import DEMOS, Demo, path_of_model
 from entropykv.settings import flags
 from entropykv.settings.cache_options import SWITCH, CacheOptions
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.freezing import RUNGS, WITHOUT_REWALK, Freezing, Recovery
 from entropykv.settings.options import MOST_THREADS, MOST_TOKENS, of_group
 from entropykv.settings.options import declared as declared_options
-from entropykv.settings.recovery import RUNGS, WITHOUT_REWALK, Recovery
 from entropykv.settings.sampling import TEMPERATURE, Sampling
 
 _DEFAULTS = CacheOptions()

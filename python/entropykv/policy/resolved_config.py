@@ -41,11 +41,12 @@ from entropykv.settings.freezing import (
     RAM,
     RECALL_END,
     RECALL_MICRO_BATCHES,
+    RUNGS,
     Freezing,
+    Recovery,
     check_freezing,
 )
 from entropykv.settings.options import KV_PARTS, Budget, declared, of_group
-from entropykv.settings.recovery import RUNGS, Recovery
 
 
 def cache_options_of(

@@ -17,9 +17,8 @@ from entropykv.server.engine.admission import Limits
 from entropykv.settings import flags
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.freezing import Freezing
+from entropykv.settings.freezing import Freezing, Recovery
 from entropykv.settings.options import MOST_BYTES, MOST_TOKENS, Option, declared, parse_bytes
-from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import is_random_seed
 from entropykv.thinking.tags import (
     MOST_MESSAGE,

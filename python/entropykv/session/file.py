@@ -43,7 +43,7 @@ from typing import Any, BinaryIO
 from entropykv import _core, system
 from entropykv.errors import SessionFileError
 from entropykv.files import new_file, open_regular
-from entropykv.store.states import Section
+from entropykv.store.protocol import Section
 
 MAGIC = b"EKVSESS\0"
 VERSION = 8

@@ -29,8 +29,8 @@ from entropykv.session.sequence import is_placeholder
 from entropykv.session.session_cache import SessionCache
 from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts
+from entropykv.settings.freezing import Recovery
 from entropykv.settings.options import MOST_TOKENS, at_least
-from entropykv.settings.recovery import Recovery
 from entropykv.settings.sampling import MOST_SEED, Sampling, is_random_seed, new_seed
 from entropykv.store.protocol import Logits
 from entropykv.thinking.reader import ThoughtCounter

@@ -28,7 +28,7 @@ from entropykv.session.reuse import Demand, HeldText, PrefixIndex, reuse_of
 from entropykv.session.sequence import TokenSequence
 from entropykv.settings.freezing import DISK, RAM
 from entropykv.settings.options import parse_bytes
-from entropykv.store.states import LOST, SavedState, StoreCheckpoint, StoreState
+from entropykv.store.protocol import LOST, SavedState, StoreCheckpoint, StoreState
 
 
 class TextTooLargeError(PoolError):

@@ -16,8 +16,8 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.recovery import Climb
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CacheOptions, PoolArguments, shows
+from entropykv.settings.freezing import Recovery
 from entropykv.settings.options import Budget
-from entropykv.settings.recovery import Recovery
 
 
 @dataclass(frozen=True)

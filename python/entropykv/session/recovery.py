@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from entropykv.settings.recovery import Recovery, Rung
+from entropykv.settings.freezing import Recovery, Rung
 
 LEAST_DEVIATION = 0.25
 """The deviation in bits that is assumed at least. If a text is nearly certain, all values are

@@ -32,7 +32,7 @@ from entropykv.session.session_files import SessionFiles
 from entropykv.session.session_text import SessionText
 from entropykv.session.stats import SessionCounts, SessionStats
 from entropykv.settings.cache_options import CacheOptions, SessionArguments, shows
-from entropykv.settings.recovery import Recovery
+from entropykv.settings.freezing import Recovery
 from entropykv.settings.sampling import Sampling
 from entropykv.store.protocol import Store
 

@@ -11,8 +11,8 @@ from entropykv.session.model_runner import ModelRunner
 from entropykv.session.second_readings import PredictorFit
 from entropykv.session.shared_pool import PoolStatus, SequenceSlot
 from entropykv.session.stats import Trajectory
+from entropykv.settings.freezing import Rung
 from entropykv.settings.options import Budget, at_least
-from entropykv.settings.recovery import Rung
 from entropykv.store.protocol import CacheMapFunction
 
 

@@ -40,8 +40,7 @@ from entropykv.session.sequence import FIRST_PLACEHOLDER, ImageSpan, ImageSpans,
 from entropykv.session.shared_pool import SequenceSlot
 from entropykv.session.stats import SessionCounts
 from entropykv.settings.options import Budget
-from entropykv.store.protocol import Store
-from entropykv.store.states import DamagedState, SavedState, Section, StateDoesNotFit
+from entropykv.store.protocol import DamagedState, SavedState, Section, StateDoesNotFit, Store
 
 
 def saved_settings(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from entropykv.errors import SettingsError
 from entropykv.settings.cores import usable_cores
-from entropykv.settings.freezing import WHERE, Freezing
+from entropykv.settings.freezing import RUNGS, WHERE, Freezing, Recovery
 from entropykv.settings.options import (
     KV_CHOICES,
     MOST_MICRO_BATCH,
@@ -26,7 +26,6 @@ from entropykv.settings.options import (
     of_group,
     option,
 )
-from entropykv.settings.recovery import RUNGS, Recovery
 
 if TYPE_CHECKING:  # --help loads faster without numpy.
     import numpy as np

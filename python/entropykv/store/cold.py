@@ -21,9 +21,8 @@ from entropykv.errors import BudgetError, FreezeError, SettingsError
 from entropykv.llamacpp.model import Model
 from entropykv.model.identity import identity_of
 from entropykv.policy.policy import Policy
-from entropykv.settings.freezing import Freezing
-from entropykv.settings.recovery import Rung
-from entropykv.store.states import StateDoesNotFit
+from entropykv.settings.freezing import Freezing, Rung
+from entropykv.store.protocol import StateDoesNotFit
 
 MAGIC = b"EKVCOLD\0"
 VERSION = 1

@@ -33,8 +33,15 @@ from entropykv.store.kv_heads import (
     refuse_by_kind,
     unsupported,
 )
-from entropykv.store.protocol import Reach, StoreContext, TokensToRead
-from entropykv.store.states import DamagedState, RollbackRange, SavedState, StoreState
+from entropykv.store.protocol import (
+    DamagedState,
+    Reach,
+    RollbackRange,
+    SavedState,
+    StoreContext,
+    StoreState,
+    TokensToRead,
+)
 
 
 class DeviceContext(StoreContext):

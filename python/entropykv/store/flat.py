@@ -31,15 +31,18 @@ from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.profile.find import check_model
 from entropykv.settings.options import Budget
 from entropykv.store.protocol import (
+    DamagedState,
     Reach,
+    SavedState,
     Shares,
+    StateDoesNotFit,
     Store,
     StoreContext,
     StoreFacts,
+    StoreState,
     TokensToRead,
     held_shares,
 )
-from entropykv.store.states import DamagedState, SavedState, StateDoesNotFit, StoreState
 
 
 class FlatContext(StoreContext):

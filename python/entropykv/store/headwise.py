@@ -35,15 +35,18 @@ from entropykv.store.kv_heads import (
     ranking_predictor,
     refuse_by_kind,
 )
-from entropykv.store.protocol import CacheMapFunction, Reach, StoreContext, TokensToRead
-from entropykv.store.states import (
+from entropykv.store.protocol import (
     LOST,
+    CacheMapFunction,
     DamagedState,
+    Reach,
     RollbackRange,
     SavedState,
     Section,
     StoreCheckpoint,
+    StoreContext,
     StoreState,
+    TokensToRead,
 )
 
 KeyCentres = list[npt.NDArray[np.float32]]

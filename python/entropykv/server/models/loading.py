@@ -28,7 +28,7 @@ from entropykv.server.options import ModelOptions
 from entropykv.session.images import ImageLimits
 from entropykv.session.pool import Pool
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
-from entropykv.settings.recovery import WITHOUT_REWALK
+from entropykv.settings.freezing import WITHOUT_REWALK
 from entropykv.thinking.tags import tags_of
 
 _CONTEXT_FIELDS = (
