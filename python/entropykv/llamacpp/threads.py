@@ -323,7 +323,7 @@ class Threads:
         self._search: Search | None = None
 
     @contextlib.contextmanager
-    def step(self, context: Any, n_tokens: int) -> Iterator[None]:
+    def set_for_step(self, context: Any, n_tokens: int) -> Iterator[None]:
         """Set the threads for a step of `n_tokens` tokens, and measure the step, which the caller
         performs within `with`.
         """

@@ -14,7 +14,6 @@ from entropykv import _core
 from entropykv.errors import BudgetError, ProfileError
 from entropykv.llamacpp.context import CELL_PADDING
 from entropykv.model.geometry import ModelGeometry
-from entropykv.policy.division import WholeTexts
 from entropykv.policy.policy import WINDOW_EIGHTHS, BudgetRule, Policy
 from entropykv.policy.sources.readme_entropy_kv import weights_of
 from entropykv.profile.curves import LossCurves
@@ -49,6 +48,42 @@ class ProtectedEntries:
     def entries(self) -> int:
         """Return how many entries of every KV head are protected."""
         return self.n_sinks + self.recent_window
+
+
+@dataclass(frozen=True)
+class WholeTexts:
+    """Tell which texts a number of pages keeps whole, so that none of their entries are evicted.
+
+    For longer texts, the policy decides which entries stay.
+    """
+
+    pages: int
+    most: int
+    """The length of the longest possible text in tokens."""
+    pages_of: Callable[[int], int]
+    """A function that returns how many pages all entries of a text take, by its length in
+    tokens.
+    """
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Return the length of the longest text that is kept whole, in tokens."""
+        return bisect.bisect_right(range(self.most + 1), self.pages, key=self.pages_of) - 1
+
+    def hold(self, n_tokens: int) -> bool:
+        """Tell whether a text of n_tokens is kept whole; False for 0, because the policy plans for
+        an empty text.
+        """
+        return 0 < n_tokens <= self.longest
+
+    def length_for(self, n_tokens: int, wanted: int) -> int | None:
+        """Return how long, up to `wanted`, a text of `n_tokens` may become and still be kept whole.
+
+        Returns None if the text of `n_tokens` is not kept whole.
+        """
+        if self.pages_of(wanted) <= self.pages:
+            return wanted
+        return self.longest if self.hold(n_tokens) else None
 
 
 @dataclass(frozen=True)

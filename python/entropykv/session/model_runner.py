@@ -355,7 +355,7 @@ class ModelRunner:
         teaches = reads_twice and self.second_readings.prepare(parts)
         start = time.monotonic()
         try:
-            with self._threads.step(parts[0].store.context.handle, n_tokens):
+            with self._threads.set_for_step(parts[0].store.context.handle, n_tokens):
                 decode_parts(parts, self._batch, self.model.name)
         finally:
             self._in_step = False

@@ -28,8 +28,8 @@ from typing import Literal, TypeVar, cast
 
 from entropykv import _core
 from entropykv.errors import BudgetError, PoolError
-from entropykv.policy.division import Claim, LossCurve, WholeTexts, divide, parts_by_weight
-from entropykv.policy.plan import HeadwisePlan
+from entropykv.policy.division import Claim, LossCurve, divide, parts_by_weight
+from entropykv.policy.plan import HeadwisePlan, WholeTexts
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.session.kept_texts import (
     IdleSession,

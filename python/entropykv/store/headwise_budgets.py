@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.division import LossCurve, WholeTexts
+from entropykv.policy.division import LossCurve
 from entropykv.policy.online import (
     LEAST_TOKENS,
     AttainableBudgets,
@@ -20,7 +20,7 @@ from entropykv.policy.online import (
     changes_budgets,
     is_observed,
 )
-from entropykv.policy.plan import HeadwisePlan, by_layer
+from entropykv.policy.plan import HeadwisePlan, WholeTexts, by_layer
 from entropykv.policy.policy import BudgetRule, Policy
 from entropykv.policy.resolved_config import ResolvedConfig
 from entropykv.policy.sources.kim_jung import LayerEntropies
