@@ -53,7 +53,7 @@ def _switch(text: str) -> str:
     return word
 
 
-def use_in_template(options: argparse.Namespace) -> None:
+def add_thinking_to_template(options: argparse.Namespace) -> None:
     """Add the options about thoughts to the variables of the chat template."""
     options.chat_template_kwargs = template_variables(
         options.chat_template_kwargs, options.reasoning, options.reasoning_effort

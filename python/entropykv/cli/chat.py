@@ -12,7 +12,12 @@ from pathlib import Path
 from types import ModuleType
 
 from entropykv import system
-from entropykv.cli.answer import Answer, add_thinking_options, thinking_options_of, use_in_template
+from entropykv.cli.answer import (
+    Answer,
+    add_thinking_options,
+    add_thinking_to_template,
+    thinking_options_of,
+)
 from entropykv.cli.chat_web import chat_in_browser
 from entropykv.cli.conversation import Conversation
 from entropykv.cli.engine import (
@@ -219,7 +224,7 @@ def _chat(options: argparse.Namespace) -> int:
         options.system = read_text(str(demo.document), ContextError)
         say(f"the first turn comes with {demo.document}; ask: {demo.question}")
     files = image_files(options.image)
-    use_in_template(options)
+    add_thinking_to_template(options)
     with open_engine(options, goes_back=True) as session:
         open_projector(session, options, files)
         if not options.no_chat and demo is None and session.model.chat_prompt("-") is None:

@@ -10,8 +10,8 @@ import sys
 from entropykv.cli.answer import (
     Answer,
     add_thinking_options,
+    add_thinking_to_template,
     thinking_options_of,
-    use_in_template,
     write_answer,
 )
 from entropykv.cli.engine import (
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     """Run `entropykv run`; returns the exit code."""
     sampling = sampling_of(options)
     thinking = thinking_options_of(options)
-    use_in_template(options)
+    add_thinking_to_template(options)
     if options.document is not None:
         use_document(options)
     asked = _use_demo(options)
