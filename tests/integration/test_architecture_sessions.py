@@ -102,7 +102,9 @@ def test_windows_go_back_a_few_tokens_and_no_further(name: str, policy: str, pat
 def test_the_flat_store_goes_back_as_far_as_windows_hold(
     name: str, n_sinks: int, path: Path
 ) -> None:
-    """llama.cpp puts tokens that follow a truncate() into cells outside the windows."""
+    """The flat store goes back as far as windows hold: llama.cpp puts tokens that follow a
+    truncate() into cells outside the windows.
+    """
     options = {"store": "flat", "n_ctx": 512, "n_ubatch": 64, "n_threads": 1, "kv_type": "f16"}
     tokens, others = tokens_for(447), tokens_for(16, seed=3)
     with Session(path, n_sinks=n_sinks, **options) as session:
@@ -124,7 +126,9 @@ def test_the_flat_store_goes_back_as_far_as_windows_hold(
 @some("gemma3", "gpt-oss")
 @pytest.mark.parametrize("n_sinks", [0, 4])
 def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, path: Path) -> None:
-    """Tokens that the budget has evicted do not count as lost by windows."""
+    """A small budget of the flat store goes back within its newest tokens, because tokens that the
+    budget has evicted do not count as lost by windows.
+    """
     options = {"store": "flat", "policy": "streaming", "n_ctx": 512, "kv_type": "f16"}
     with Session(path, kv_budget=24, n_sinks=n_sinks, n_threads=1, **options) as session:
         session.decode(tokens_for(200))
@@ -135,8 +139,8 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
 
 @some("gemma3", "jamba", "bloom")
 def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None:
-    """With recurrent layers, or if the prompt changes further back than a window, all of it is read
-    again.
+    """Of a prompt that was read, only what has changed is read again; with recurrent layers, or if
+    it changes further back than a window, all of it.
     """
     llm = EntropyLlama(str(path), n_ctx=512, kv_budget=1.0, n_ubatch=64, **QUIET)
     reads = Reads(llm)
@@ -160,7 +164,9 @@ def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None
 
 @some("gemma3")
 def test_a_session_with_a_small_budget_takes_back_what_it_read_ahead(path: Path) -> None:
-    """If windows cannot roll back, the text is read again."""
+    """A generation that is left takes back tokens that it read ahead; if windows cannot roll back,
+    the text is read again.
+    """
     options = {"kv_budget": 24, "n_ctx": 256, "freeze": "ram", "policy": "uniform"}
     with session_of(path, recovery=Recovery(rewalk=8), **options) as session:
         generator = session.generate(tokens_for(120), max_tokens=30)

@@ -72,7 +72,9 @@ def test_a_header_tells_of_states_what_llama_cpp_knows(
     model: Architecture,  # noqa: ARG001
     path: Path,
 ) -> None:
-    """`plan` needs the header to tell that a policy cannot read a text twice."""
+    """The header of a file tells whether a model is recurrent, as llama.cpp does, so that `plan`
+    knows whether a policy can read a text twice.
+    """
     loaded = Model(path, n_gpu_layers=0, verbose=False)
     by_header, by_llama_cpp = read_geometry(path).recurrent, is_recurrent(loaded)
     loaded.close()
@@ -270,7 +272,9 @@ def test_a_saved_session_goes_on_with_the_same_logits(model: Architecture, path:
 
 @some(("latent", "latent hybrid", "shared keys"))
 def test_budgets_are_of_what_is_cached_and_no_more(model: Architecture, path: Path) -> None:
-    """V that is a part of K, and layers that use another layer's keys, count for nothing."""
+    """Bytes of a full cache and of budgets are those that llama.cpp caches: V that is a part of K,
+    and layers that use another layer's keys, count for nothing.
+    """
     n_ctx, n_tokens = 256, 100
     options = {"n_ctx": n_ctx, "kv_budget": 0.5, "policy": "streaming", "kv_type": "f16"}
     plan = make_plan(path, CacheOptions(**options))  # type: ignore[arg-type]

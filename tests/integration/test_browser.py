@@ -67,7 +67,9 @@ def test_a_document_and_a_question_about_it(page: Watched) -> None:
 
 
 def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: Path) -> None:
-    """A second conversation, on a page that was loaded again, can ask about the document, too."""
+    """A dropped file is read once, and answers about it show their passages; a second conversation,
+    on a page that was loaded again, can ask about it, too.
+    """
     keep = tmp_path / "kept"
     usual = ("-c", 16384, "-t", 1, "--kv-budget", 4096, "--policy", "adaptive")
     with Server("--documents", keep, usual=usual) as running:
@@ -105,8 +107,8 @@ def test_a_dropped_file_is_read_once_watched_and_asked(browser: Any, tmp_path: P
 def test_an_answer_whose_attention_was_not_measured_says_why_it_has_no_passages(
     browser: Any, tmp_path: Path, policy: str
 ) -> None:
-    """Policy `auto` ranks by predictions of the shipped model's profile, and `streaming` by
-    positions: neither measures attention.
+    """An answer without passages says why: policy `auto` ranks by predictions of the shipped
+    model's profile, and `streaming` by positions, so that neither measures attention.
     """
     usual = ("-c", 4096, "-t", 1, "--kv-budget", 1024, "--policy", policy)
     with Server("--documents", tmp_path, usual=usual) as running:
@@ -176,7 +178,9 @@ def test_stop_edit_and_answers_again(page: Watched) -> None:
 
 
 def test_what_is_typed_before_the_page_is_painted_is_kept(page: Watched) -> None:
-    """On a busy machine a page is painted long after a field is there."""
+    """What is typed into a new field before the page is painted is kept; on a busy machine,
+    painting may take long.
+    """
     page.settings(Longest_answer=4)
     page.ask("The old garden")
     page.finished()
@@ -292,7 +296,9 @@ def test_the_cache_is_shown_and_can_be_pointed_at(page: Watched) -> None:
 def test_the_text_of_a_conversation_that_has_just_ended_is_asked_for_once(
     page: Watched, server: Server
 ) -> None:
-    """The page still gets pictures of a conversation that the server does not know any more."""
+    """The page asks only once for the text of a conversation that has ended, though pictures of it
+    still come.
+    """
     page.settings(Longest_answer=4)
     page.ask("The old garden")
     page.finished()
@@ -379,7 +385,7 @@ def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
 
 
 def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server: Server) -> None:
-    """While nothing happens, the server sends nothing."""
+    """No curve crosses a time in which nothing happened, for which the server has sent nothing."""
     model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
@@ -412,7 +418,9 @@ def test_no_curve_crosses_a_time_in_which_nothing_happened(page: Watched, server
 def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
     page: Watched, server: Server
 ) -> None:
-    """A step of a large model takes seconds, in which the server has nothing to send."""
+    """The speed of a document that is read in steps of several seconds is right, though the server
+    sends nothing within a step.
+    """
     model, now, holder = one_answered(page, server)
     begun = time.time() - 100
 
@@ -452,7 +460,9 @@ def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
 
 
 def test_a_stream_that_ends_is_followed_by_the_next_without_a_gap(page: Watched) -> None:
-    """Replicas end each stream after some seconds, so that Ray can stop them."""
+    """The page opens the next stream as soon as one ends; replicas end each stream after some
+    seconds, so that Ray can stop them.
+    """
     seconds = 4
     asked: list[float] = []
 
@@ -487,7 +497,9 @@ def test_streams_that_end_at_once_are_not_asked_for_all_the_time(page: Watched) 
 
 
 def test_the_cache_is_asked_for_by_the_name_of_the_chat(page: Watched) -> None:
-    """Of several replicas, the one that answers the chat then shows its cache."""
+    """The page asks for the cache by the name of its chat, so that of several replicas the one that
+    answers shows its cache.
+    """
     names: dict[str, list[str]] = {"completions": [], "stream": [], "text": []}
 
     def note(request: Any) -> None:
@@ -631,7 +643,9 @@ def test_a_pool_shows_who_costs_whom_what(browser: Any) -> None:
 
 
 def test_a_chat_of_two_turns_is_one_conversation(browser: Any) -> None:
-    """The model has no chat template, and the answer begins with a space, which is sent back."""
+    """A chat of two turns is one conversation, though the model has no chat template, and its
+    answer begins with a space, which is sent back.
+    """
     with Server("--parallel", 3, usual=("--kv-budget", "1MiB", "-c", 2048, "-t", 1)) as server:
         watched = Watched(browser, server.url, **CONTEXT)
         watched.settings(Temperature=0, Longest_answer=8)

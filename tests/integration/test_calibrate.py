@@ -101,8 +101,8 @@ def test_another_seed_reads_other_texts(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("n_ubatch", [512, 300])
 def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> None:
-    """Importance, kept entries, attention mass and outputs are computed in float64 from their
-    definitions.
+    """Loss curves are those of importance, kept entries, attention mass and outputs that are
+    computed in float64 from their definitions.
     """
     rules = CurveRules.for_length(320)
     tokens = tokens_for(rules.length)
@@ -133,7 +133,9 @@ def test_curves_are_those_of_brute_force(tiny_llama: Path, n_ubatch: int) -> Non
 
 
 def test_damage_is_that_of_a_layer_that_forgets(tiny_llama: Path) -> None:
-    """In the reference, later queries do not see what the layer has dropped."""
+    """The damage by each layer is that of a reference in which later queries do not see what the
+    layer has dropped.
+    """
     tokens = tokens_for(320)
     half, n_continued, n_repeated = 160, 40, 20
     with Observer(tiny_llama, n_ctx=320, n_threads=2) as observer:

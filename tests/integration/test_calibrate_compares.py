@@ -57,8 +57,8 @@ def long_texts(n: int = 5) -> list[Text]:
 def test_what_is_compared_is_what_the_definition_says(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The reference reads a passage inside a fraction of its f16 bytes, and measures the KL of a
-    continuation and of a repetition from those of a full cache.
+    """Compared figures are those of a reference, which reads a passage inside a fraction of its f16
+    bytes, and measures the KL of a continuation and of a repetition from those of a full cache.
     """
     tokens = tokens_for(640 + 64 + 9)
     read, following, question = tokens[:640], tokens[640:704], tokens[704:709]
@@ -211,7 +211,9 @@ def test_models_without_a_predictor_compare_budgets(name: str, tmp_path: Path) -
 
 @some("gemma3")
 def test_models_with_windows_are_calibrated(name: str, tmp_path: Path) -> None:
-    """Calibration reads parts of a text again, which needs the entries outside the windows."""
+    """Models with windows are calibrated, though calibration reads parts of a text again, which
+    needs entries outside the windows.
+    """
     texts = [Text(f"{i}.txt", sentences(160, i)) for i in range(5)]
     path = written(MODELS[name], tmp_path)
     found = calibrate(path, texts, replace(LONG, curve_length=1024))

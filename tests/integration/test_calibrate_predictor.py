@@ -74,7 +74,9 @@ def test_sessions_rank_by_the_predictor_of_a_file(
 
 
 def test_it_is_the_mean_of_the_fits_of_texts(tiny_llama: Path) -> None:
-    """The fit to each text counts by its tokens, and the last text tests the fit to the others."""
+    """A predictor is the mean of the fits to single texts, each weighted by its tokens; the last
+    text tests the fit to the others.
+    """
     texts = [tuple(tokens_for(n, seed=seed)) for seed, n in enumerate((500, 300, 400))]
     settings = StepSettings.of(tiny_llama, n_ctx=500, n_threads=2)
     read: list[int] = []
@@ -120,8 +122,8 @@ def test_the_threads_do_not_change_it(tiny_llama: Path) -> None:
 
 @some("gpt2", "jamba")
 def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: Path) -> None:
-    """Learned positions cannot be removed from keys, and recurrent layers cannot read a
-    text twice.
+    """Calibration makes no predictor for models with learned positions, which cannot be removed
+    from keys, or with recurrent layers, which cannot read a text twice.
     """
     announced: list[Extent] = []
     read: list[int] = []
@@ -203,7 +205,9 @@ def scores(model: Path, profile: EntropyProfile, policy: str) -> list[np.ndarray
 def test_sessions_add_no_predictions_where_there_is_no_trust(
     tiny_llama: Path, profile: EntropyProfile
 ) -> None:
-    """The measure `predicted` alone has nothing else to rank by, so it ignores trust."""
+    """Sessions add no predictions in KV heads without trust; the measure `predicted` alone ignores
+    trust, because it has nothing else to rank by.
+    """
     assert profile.predictor is not None
     trust = np.ones((len(profile.predictor.shape), 2))
     trust[1, 0] = 0.0

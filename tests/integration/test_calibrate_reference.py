@@ -84,7 +84,9 @@ def test_transformers_agrees(tiny_llama: Path, tmp_path: Path) -> None:
 @pytest.mark.reference
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_smollm2_is_near_its_dequantised_weights(smollm2: Path) -> None:
-    """Measure 4 texts here; benchmarks/calibration.py does the same with all 20."""
+    """Entropies of SmolLM2 are near those that transformers computes with its dequantised weights:
+    here in 4 texts, in benchmarks/calibration.py in all 20.
+    """
     for package in ("torch", "transformers", "accelerate"):
         pytest.importorskip(package, reason="the reference is transformers")
     from entropykv.calibration.hf import eager_entropies, load_eager  # noqa: PLC0415

@@ -190,8 +190,10 @@ def talk_far() -> tuple[Result, SessionStats]:
 
 
 def test_a_conversation_far_beyond_the_trained_context() -> None:
-    """The conversation runs in a process of its own, so that memory left by other tests does not
-    count.
+    """A conversation three times as long as the trained context stays in its bytes, and answers
+    rightly.
+
+    It runs in a process of its own, so that memory left by other tests does not count.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         result, stats = alone.submit(talk_far).result()
@@ -228,7 +230,9 @@ def test_regen_gives_the_greedy_answer_again(tiny_llama: Path, chat: Chat) -> No
 
 
 def test_undo_leaves_a_conversation_that_never_heard_the_turn(tiny_llama: Path, chat: Chat) -> None:
-    """With a budget that evicts, the remaining text is read again."""
+    """After /undo, a conversation goes on as if it had never had the turn; with a budget that
+    evicts, the remaining text is read again.
+    """
     for budget in ("1.0", "40"):
         options = ("-c", "512", "--kv-budget", budget)
         out, err = chat(tiny_llama, "the cat\n/undo\na dog\n", *options)

@@ -127,7 +127,7 @@ def test_a_narrow_terminal(tmp_path: Path) -> None:
     assert "turns  1" in terminal.type("/stats\n")  # A single Ctrl-C does nothing.
     terminal.type("\x03")
     terminal.type("half a line", end="line")  # The terminal drops what is not read at Ctrl-C.
-    assert "ends the" not in terminal.type("\x03")  # It drops the line alone.
+    assert "ends the" not in terminal.type("\x03")  # Ctrl-C drops only the line.
     terminal.type('"""\n', end=". ")
     terminal.type("half a block\n", end=". ")
     assert "ends the" not in terminal.type("\x03")

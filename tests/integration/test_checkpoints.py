@@ -96,8 +96,8 @@ def test_windows_and_recurrent_layers_come_back_too(name: str, tmp_path: Path) -
 def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
     tmp_path: Path,
 ) -> None:
-    """A checkpoint of a tight pool comes back into a smaller share, in which its windows lose what
-    they would see from an earlier position.
+    """A session is empty if it has asked for a checkpoint of a tight pool that comes back into a
+    smaller share, in which its windows lose what they would see from an earlier position.
     """
     path = tmp_path / "windows.gguf"
     write_known(path, MODELS["gemma3"])
@@ -124,8 +124,8 @@ def test_where_a_small_share_drops_what_a_checkpoint_needs_the_session_is_empty(
 def test_within_a_prompt_they_are_kept_at_intervals(
     name: str, tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If something was evicted, or layers are recurrent, later checkpoints cannot be cut to an
-    earlier end.
+    """Within a prompt, checkpoints are kept at intervals, because later ones cannot be cut to an
+    earlier end if something was evicted, or layers are recurrent.
     """
     monkeypatch.setattr(shared_pool, "INTERVAL", 2 * PIECE)
     if name != "llama":

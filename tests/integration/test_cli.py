@@ -189,7 +189,9 @@ def test_impossible_budgets(tiny_llama: Path, budget: str, command: str) -> None
 def test_a_budget_too_small_for_what_it_protects(
     tiny_llama: Path, store: str, smallest: int
 ) -> None:
-    """Without a profile, the headwise store protects a shorter recent window than the flat one."""
+    """A budget that is too small for what it protects is refused, with the smallest one. Without a
+    profile, the headwise store protects a shorter recent window than the flat one.
+    """
     given = ("-m", tiny_llama, "--store", store, "--kv-budget")
     result = entropykv("run", *given, smallest - 1, "-p", "x")
     assert_refused(result, "smallest budget", f"{smallest} tokens")
@@ -225,7 +227,9 @@ def test_profiles_that_do_not_fit(tiny_llama: Path, tmp_path: Path) -> None:
 
 
 def test_plan_says_one_number_of_entries(tiny_llama: Path) -> None:
-    """The number beside the bytes is that of the table: whole pages, not the fraction."""
+    """`plan` says beside the bytes the number of entries of its table: those of whole pages, not
+    the fraction of the context.
+    """
     text = entropykv("plan", "-m", tiny_llama, "-c", 1000, "--kv-budget", 0.25).stdout
     said = re.search(r"(\d+) of 1000 entries per KV head on average", text)
     table = re.search(r"(\d+) in each of 3 layers", text)

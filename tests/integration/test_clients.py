@@ -155,7 +155,9 @@ def server_of_every_route(tmp_path: Path) -> Iterator[Server]:
 def test_the_server_does_what_its_description_says(
     server_of_every_route: Server, tmp_path: Path
 ) -> None:
-    """Valid and invalid requests are made from the description, for every route."""
+    """The server does what its OpenAPI description says, for every route and for valid and invalid
+    requests that are made from it.
+    """
     import schemathesis  # noqa: PLC0415
     from hypothesis import HealthCheck, configuration, given, settings  # noqa: PLC0415
     from hypothesis.errors import Unsatisfiable  # noqa: PLC0415

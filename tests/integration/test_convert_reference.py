@@ -166,8 +166,8 @@ def test_masters_are_quantised_as_transformers_does(
 def test_packed_weights_do_what_the_modules_of_transformers_do(
     tmp_path: Path, linear_class: str
 ) -> None:
-    """A module that multiplies a unit vector, which int8 represents exactly, returns a column of
-    its weight.
+    """Converted packed weights are those of the modules of transformers: a module that multiplies a
+    unit vector, which int8 represents exactly, returns a column of its weight.
     """
     model = random_model()
     save_checkpoint(model, tmp_path / "hf")

@@ -215,8 +215,8 @@ def test_a_new_text_that_is_deleted_before_the_old_one_is_gone_is_not_read(reade
 def test_deleting_while_the_last_bytes_are_saved_removes_the_complete_file(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A document is deleted when its reading is complete, but the server has not recorded that
-    yet.
+    """A document that is deleted when its file is complete, but before the server has recorded
+    that, leaves no file.
     """
     keep = DocumentFolder.keep
     removals = []
@@ -412,8 +412,8 @@ def test_threads_that_send_and_delete_one_name_leave_what_was_sent_last(reader: 
 
 
 def test_the_text_of_a_document_that_is_ready_is_removed_by_the_next_start(reader: Reader) -> None:
-    """A server may be killed after the last byte of a document is saved, and before its text is
-    removed.
+    """The text of a complete document is removed by the next start, if the server was killed
+    between saving the last byte and removing the text.
     """
     reader.post("book")
     reader.until(BOOK, "ready")

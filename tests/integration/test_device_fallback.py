@@ -174,7 +174,9 @@ def test_of_layers_with_unlike_heads_only_those_that_it_refuses_move(tmp_path: P
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("refuses", ["attention", "masks"])
 def test_all_kinds_of_attention_can_move(name: str, refuses: str, tmp_path: Path) -> None:
-    """A device may refuse llama.cpp's own attention, or an operation that the store adds to it."""
+    """Every kind of attention can be computed in main memory, whether a device refuses llama.cpp's
+    own attention, or an operation that the store adds to it.
+    """
     path = tmp_path / "model.gguf"
     write_known(path, MODELS[name])
     operations = ["FLASH_ATTN_EXT"] if refuses == "attention" else ["CLAMP"]

@@ -40,7 +40,9 @@ def assert_one_sentence(error: BaseException, *words: str) -> None:
 
 
 def test_a_full_disk_stops_before_anything_is_read(tiny_llama: Path, tmp_path: Path) -> None:
-    """Once there is room again, the session continues as if nothing had happened."""
+    """A full disk is an error before anything is read; once there is room again, the session
+    continues as if nothing had happened.
+    """
     with session_of(tiny_llama, kv_budget=40) as session:
         expected = [session.decode(tokens_for(150)), session.decode(tokens_for(60, seed=2))]
     with session_of(tiny_llama, kv_budget=40, freeze=f"disk:{tmp_path}") as session:

@@ -94,7 +94,7 @@ def test_all_replicas_answer_about_a_document_that_one_has_read(
 def test_replicas_that_do_not_share_their_documents_are_refused(
     cluster: ThreeNodes, tmp_path: Path
 ) -> None:
-    """Documents in memory belong to one process, so that replicas cannot share them."""
+    """Replicas with documents in memory are refused, because those belong to one process."""
     pytest.importorskip("fsspec")
     log = tmp_path / "log"
     process, _ = start_replicas(

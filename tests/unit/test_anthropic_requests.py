@@ -15,7 +15,9 @@ def chat_fields(*messages: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_results_come_before_what_the_user_says_and_images_of_results_with_it() -> None:
-    """A template shows results right after their call, and images only in messages of users."""
+    """Results of tools come before what the user says, but their images with it: a template shows
+    results right after their call, and images only in messages of users.
+    """
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}}
     result = {
         "type": "tool_result",

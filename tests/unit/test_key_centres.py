@@ -94,8 +94,8 @@ def test_attention_is_that_over_the_keys_as_they_were(kernel: str, k_dim: int, g
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sinks_slopes_and_windows(kernel: str) -> None:
-    """Logits of attention sinks, which are no keys, are compared with logits of keys with their
-    biases.
+    """With sinks, slopes and windows, attention is that over whole keys: logits of sinks, which are
+    no keys, count beside logits with the biases.
     """
     sinks = np.array([30.0, -20.0, 3.0, 0.0], np.float32)
     slopes = np.array([0.5, 0.1, 0.0, 0.02], np.float32)

@@ -121,8 +121,8 @@ PROGRAMS = sorted(
     for name in ("benchmarks", "calibration", "examples")
     for file in (ROOT / name).rglob("*.py")
 )
-"""The programs beside the package, which nobody imports: a name that went away shows when somebody
-runs them.
+"""The programs beside the package, which nobody imports, so that a missing name would show only
+when somebody runs them.
 """
 
 
