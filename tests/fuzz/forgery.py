@@ -1,8 +1,8 @@
 """Change saved sessions at random, with correct sizes and digests.
 
-Bytes of the sections can be changed, which are a store's own numbers (forged()). Also a field of
-the header can get any value, the number of sections and their sizes can change, or the file is
-changed as a whole, with wrong digests (crafted()).
+forged() changes bytes of the sections, which are a store's own numbers. crafted() can also give a
+field of the header any value, change the number of sections and their sizes, or change the file as
+a whole, with wrong digests.
 """
 
 from __future__ import annotations
