@@ -278,7 +278,9 @@ def test_rounding_of_the_oracle() -> None:
 
 
 def test_rounding_of_the_oracle_to_levels() -> None:
-    """The oracle keeps a block whose rotated values are levels, and is 6 to 9 % off for others."""
+    """The oracle stores a block whose rotated values are levels without an error, and others with
+    an error of 6 to 9 %.
+    """
     random = np.random.default_rng(1)
     codes = random.integers(0, 16, (50, 2, 32))
     codes[:, :, 7] = 0  # The scale is found from the lowest level.

@@ -201,7 +201,9 @@ def test_bytes_for_the_whole_context_give_the_whole_context() -> None:
 
 
 def check_smallest(plan: Callable[[Budget], HeadwisePlan | FlatPlan], error: BudgetError) -> None:
-    """Check that the tokens and the bytes in the message work, and that one less does not."""
+    """Check that a plan takes the smallest budgets that an error names, in tokens and in bytes, and
+    refuses one less.
+    """
     match = re.search(r"is (\d+) tokens \((\d+) bytes\)", str(error))
     assert match is not None
     for budget in (Budget("tokens", int(match[1])), Budget("bytes", int(match[2]))):

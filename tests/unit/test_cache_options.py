@@ -79,7 +79,7 @@ def test_the_command_line_has_every_flag_and_its_default() -> None:
 
 def test_the_server_has_every_option_and_its_default() -> None:
     fields = pytest.importorskip("entropykv.server.options").ModelOptions.model_fields
-    # For these two, llama_cpp.server has defaults of its own.
+    # The server's defaults of these two are those of llama_cpp.server.
     of_llama = ("n_ubatch", "n_gpu_layers")
     for name, option in declared(CacheOptions).items():
         assert option.server_name in fields

@@ -66,7 +66,9 @@ SPREADS: dict[str, Callable[[np.random.Generator, int], npt.NDArray[Any]]] = {
     "wide": lambda random, n: random.choice([-1, 1], n) * 10 ** random.uniform(-38, 38, n),
     "misleading": lambda random, n: np.isin(np.arange(n), SAMPLED * n // 384) + random.random(n),
 }
-"""Scores that are close together, far apart, equal, and higher where they are sampled."""
+"""Scores by kind: equal, with many ties or few, close together, far apart, and higher at the 384
+places that a selection samples.
+"""
 
 
 @pytest.mark.parametrize("n_dropped", [1, 16, 63, 250])

@@ -26,7 +26,7 @@ def importance(measure: str, **settings: Any) -> _core.ImportanceSettings:
 
 
 class Text:
-    """A random text in a store of one layer, whose KV heads have different budgets."""
+    """Hold a random text in a store of one layer, whose KV heads have different budgets."""
 
     def __init__(
         self, kernel: str, kv_type: str, budgets: list[int], seed: int, measure: str, **shape: Any

@@ -98,8 +98,8 @@ def test_the_schedule_freezes_and_restores_as_the_document_says(
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_the_schedule_by_hand(kv_type: str) -> None:
-    """With a threshold that every entry is below, an entry is frozen when the schedule by hand
-    says.
+    """An entry is frozen and restored at the steps of the schedule, which are computed by hand here
+    for a threshold that every entry is below.
 
     The 4th detection freezes for one step, the 16th for two. An entry that is frozen at t for one
     step is not seen at t + 1, and restored for t + 2.

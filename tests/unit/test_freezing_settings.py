@@ -88,7 +88,7 @@ def test_frozen_entries_are_never_wider_than_the_store_s(cold: str, hot: str) ->
     bits = {"f16": (16, 16), "q8_0": (8, 8), "q4_0": (4, 4), "q8_0/iq4_nl": (8, 4)}
     freezing = Freezing(kv_type=cold)
     narrower = all(c <= h for c, h in zip(bits[cold], bits[hot], strict=True))
-    # Values alone are only in 4 bits where the store has them so.
+    # The type with only values in 4 bits needs a store of the same type.
     if narrower and (cold == hot or cold != "q8_0/iq4_nl"):
         assert freezing.type_for(hot) == cold
     else:

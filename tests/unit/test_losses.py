@@ -38,8 +38,8 @@ def test_losses_are_those_of_the_oracle(
 def test_losses_by_hand() -> None:
     assert _core.losses_at([3.0, 1.0, 4.0, 2.0], [0, 1, 3, 4, 9]).tolist() == [10, 6, 1, 0, 0]
     assert _core.losses_at([], [0, 2]).tolist() == [0, 0]
-    # The scores 2 and 3.5 of one octave count as their mean, 3, and so do those around 0.5: 3 ranks
-    # below 4 and above 1.
+    # The scores 2, 3.5 and 3.5 of one octave count as their mean, 3, each, which ranks below 4 and
+    # above 1.
     assert _core.losses_at([4.0, 1.0], [0, 1, 2, 3], [2.0, 3.5, 3.5, 0.5, 0.0]).tolist() == (
         [14.5, 10.5, 7.5, 4.5]
     )
