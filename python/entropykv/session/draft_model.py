@@ -82,8 +82,8 @@ class DraftModel:
 
 
 def open_draft_model(runner: ModelRunner) -> None:
-    """Load the small model that guesses tokens for the runner's sequences, if that is not a
-    function; raises what DraftModel() raises.
+    """Load the small model for the runner's sequences, if the option spec_draft_model is a path and
+    no function; raises what DraftModel() raises.
     """
     config = runner.config
     path = config.options.spec_draft_model
