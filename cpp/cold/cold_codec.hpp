@@ -1,5 +1,5 @@
 // Encodes a page of frozen entries. The K and V rows of an entry are neighbours, so that it can be
-// read without the others. Entries are kept either bit for bit as the store has them (K, V, the
+// read without other entries. Entries are kept either bit for bit as the store has them (K, V, the
 // scales of K, those of V), or narrower in ggml's blocks of 32 values (q8_0: a scale and 32 bytes;
 // q4_0: a scale and 32 values of 4 bits).
 #pragma once

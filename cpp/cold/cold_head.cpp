@@ -120,8 +120,6 @@ std::size_t ColdHead::overhead_bytes() const {
            heap_bytes(keys_) + packed_.heap_bytes() + open_rows_.heap_bytes() - open_entries;
 }
 
-// The following functions add, freeze and restore entries.
-
 int ColdHead::add(const std::byte* page, int slot, const ColdRecord& record,
                   const ImportanceSettings& settings, const KernelTable& kernels) noexcept {
     dropped_page_ = kNone;
@@ -143,8 +141,8 @@ void ColdHead::close_open(const KernelTable& kernels) noexcept {
     store(open_, packed_.data());
 }
 
-// Packs a page into packed_, and makes its sketch from what would be read back, so that a session
-// that was saved and loaded has the same sketch.
+// Packs a page into packed_, replaces its rows by what would be read back, and makes its sketch
+// from these, so that a session that was saved and loaded has the same sketch.
 void ColdHead::pack(int page, std::byte* rows, const KernelTable& kernels) noexcept {
     cold_->codec.pack(rows, packed_.data());
     if (!cold_->codec.as_stored()) cold_->codec.unpack(packed_.data(), kernels, rows);
@@ -196,8 +194,6 @@ void ColdHead::products(const KernelTable& kernels, int page, const QueryRows& q
                                 per_page());
 }
 
-// The following functions drop entries.
-
 void ColdHead::drop_page(int page) noexcept {
     dropped_page_ = page;
     n_dropped_ = n_frozen(page);
@@ -222,8 +218,6 @@ void ColdHead::release_page(int page) {
         free_page(page);
     }
 }
-
-// The following functions keep the list of pages and their records.
 
 void ColdHead::freeze(int number, float importance, std::int32_t now, std::int32_t due,
                       Detections detections) noexcept {

@@ -1,7 +1,7 @@
 // Holds the frozen entries of one KV head. When an entry is frozen for the first time, it gets a
 // record, and its K and V are written to storage. When it is restored, the record stays, so
-// freezing it again moves no data. Records lie in pages. The last page is open, and goes to storage
-// when it is full. Every full page has a sketch of its keys, which queries are compared with: see
+// freezing it again moves no data. Records lie in pages. One page is open, and goes to storage once
+// it is full. Every full page has a sketch of its keys, which queries are compared with: see
 // key_sketch.hpp. (Bounds of q.k per page, as in Quest, Tang et al. 2024, arXiv:2406.10774, or
 // means of clusters of keys select far too many pages: nearly every page would have to be read.)
 #pragma once
@@ -142,11 +142,11 @@ public:
     ColdHead(const ColdLayout& layout, ColdStorage& storage, std::size_t most_pages, bool timed);
 
     // Must be called before add() is called up to n_new times, so that add() allocates nothing.
-    // Throws what ColdStorage::take() throws, and then changes nothing.
+    // Throws what ColdStorage::take() throws, and then changes no entry.
     void prepare(int n_new);
 
-    // Adds an entry without a record, and returns its new record. If the limit is reached, the page
-    // whose entries are worth least is dropped first: see dropped_page().
+    // Adds an entry without a record, and returns the number of its new record. If the limit is
+    // reached, the page whose entries are worth least is dropped first: see dropped_page().
     int add(const std::byte* page, int slot, const ColdRecord& record,
             const ImportanceSettings& settings, const KernelTable& kernels) noexcept;
 
@@ -168,7 +168,7 @@ public:
 
     // Calls change(page, slot, position) for every entry that has a record and for which
     // changes(position) is true, and writes its page back; pages without such an entry are not
-    // read. buffer: has room for a page of storage and layout.page.bytes.
+    // read, and unreadable ones are skipped. buffer: room for a page of storage and one of entries.
     template <typename Changes, typename Change>
     void rewrite(const KernelTable& kernels, std::byte* buffer, Changes changes, Change change);
 
@@ -181,7 +181,7 @@ public:
     // Tells whether pages of records are dropped when the limit of storage is reached.
     bool is_limited() const { return most_pages_ != 0; }
 
-    // Returns the page of records that the last add() dropped, or kNone.
+    // Return the page of records that the last add() dropped, or kNone, and its frozen entries.
     int dropped_page() const { return dropped_page_; }
     int n_dropped() const { return n_dropped_; }
     // sketch_bytes() counts the memory of sketches, including those allocated in advance.

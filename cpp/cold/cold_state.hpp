@@ -21,8 +21,8 @@ public:
     // Do what bytes() and save() do, for a head without records.
     static std::size_t empty_bytes();
     static void save_empty(std::byte* state);
-    // Returns what is wrong with a state, or an empty string. seen: by position, whether the head
-    // holds it; frozen positions are marked, too.
+    // Returns what is wrong with a state, or an empty string. seen: whether the head holds each
+    // position; frozen positions are marked, too.
     std::string problem(const std::byte* state, std::size_t size, std::vector<bool>& seen) const;
     // Tells whether a record of a valid state is that of a restored entry at the position.
     static bool is_restored_record(const std::byte* state, int record, int per_page,

@@ -18,8 +18,6 @@ std::uint32_t ColdStorage::take() {
     return page;
 }
 
-// The following functions keep pages in memory.
-
 // Allocates a slab at a time, since frozen entries become more and more.
 void MemoryStorage::grow(std::size_t n_pages) {
     pages_.grow(n_pages, n_pages + kSlabBytes / page_bytes());
@@ -33,8 +31,6 @@ bool MemoryStorage::write(std::uint32_t page, const std::byte* data) noexcept {
 const std::byte* MemoryStorage::read(std::uint32_t page, std::byte*) noexcept {
     return pages_.at(page);
 }
-
-// The following functions keep pages in a file.
 
 namespace {
 

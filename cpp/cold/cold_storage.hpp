@@ -35,8 +35,8 @@ public:
     // Counts the memory used, including pages that are not in use.
     virtual std::size_t memory_bytes() const { return heap_bytes(free_); }
 
-    // Threads may read and write different pages at the same time. They return false or null on
-    // errors: see failed().
+    // Threads may read and write different pages at the same time. On errors, write() returns
+    // false and read() null: see failed().
     virtual bool write(std::uint32_t page, const std::byte* data) noexcept = 0;
     // Returns the bytes of the page: either in place, or in `buffer`, which has page_bytes() bytes.
     virtual const std::byte* read(std::uint32_t page, std::byte* buffer) noexcept = 0;

@@ -42,7 +42,7 @@ struct LossTable {
 // lower convex hull of its curve: entries go to the steepest segments of all hulls first, and
 // equally steep segments share in proportion to their lengths. No head gets more than the last
 // knot, nor more than its number in `most`; empty: no other limit. Throws std::invalid_argument for
-// knots that do not ascend from 0, and for losses outside of 0 .. 1e9.
+// knots that do not ascend from 0, and for losses that are not [head][knot] or not in 0 .. 1e9.
 std::vector<double> curve_shares(const LossTable& curves, double total,
                                  const std::vector<double>& most = {});
 

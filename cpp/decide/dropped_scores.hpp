@@ -24,8 +24,7 @@ public:
     void decay(float factor) noexcept;
     void forget() noexcept { *this = DroppedScores{}; }
 
-    // Return how many entries an octave has, and their mean score, which is larger in higher
-    // octaves.
+    // Return how many entries an octave has, and their mean score; without entries, 0.
     std::uint32_t count(int octave) const { return counts_[index(octave)]; }
     float mean(int octave) const {
         const std::uint32_t n = count(octave);

@@ -91,8 +91,8 @@ int select_survivors(const float* scores, const std::int32_t* positions, int n, 
                      const Protection& protection, std::int32_t newest, std::uint8_t* kept,
                      float* scratch) {
     // Loops have no branches that depend on scores or positions: a CPU could not predict such
-    // branches. The bounds are copied, since the compiler must expect that writing marks changes
-    // what it refers to.
+    // branches. The bounds are copied, since the compiler must expect that writing to kept[]
+    // changes `protection`.
     const std::int32_t oldest = protection.oldest;
     const std::int32_t first = protection.first_open();
     const std::int32_t last = protection.last_open(newest);

@@ -43,7 +43,7 @@ constexpr int kMostDecodeRoom = 64;
 int most_decode_room(int budget);
 // Returns how many entries an eviction leaves, including n_new new ones. If tokens come one by one,
 // it makes room for several (most_decode_room()), so that one selection serves many tokens. The
-// room is at most a quarter of the budget beyond the protected entries.
+// room is at least 1, and at most a quarter of the budget beyond the protected entries.
 int entries_to_keep(int budget, int n_new, const Protection& protection);
 
 // Marks in kept[0..n) which of n entries survive: all protected ones, then those with the highest

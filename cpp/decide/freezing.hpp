@@ -1,4 +1,4 @@
-// Settings of cold storage, for entries that a KV head does not keep.
+// Holds the settings of cold storage and of the freeze schedule, and counts detections.
 #pragma once
 
 #include <array>

@@ -1,7 +1,6 @@
-// Says how entries are scored, so that a higher score is kept longer: by measures of importance,
-// which are defined in one table (what scores are made of, what the freeze schedule detects, and
-// how Python names them), and by what decays, or is predicted, of the importance of an entry. No
-// other code compares ScoreKind values. Pure functions.
+// Defines how entries are scored; entries with higher scores are kept longer. One table has all
+// measures of importance: what a score is made of, what the freeze schedule detects, and how Python
+// names the measure. Code outside of decide/ does not compare ScoreKind values. Pure functions.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Describes how RoPE rotates rows of queries and keys, rotates them, and rotates keys of a
-// micro-batch back to position 0, for predicted scores.
+// Describes how RoPE rotates rows of queries and keys, rotates them, and rotates keys back to
+// position 0.
 #pragma once
 
 #include <cstddef>

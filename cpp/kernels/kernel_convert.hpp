@@ -90,8 +90,6 @@ inline void convert_v(const PromptTile& tile, const PageLayout& layout, float* o
     }
 }
 
-// The following functions convert a tile of q8_0 or iq4_nl to pairs of 16-bit integers.
-
 // Converts K to [k_stride / 2][kPromptEntries] pairs of neighbouring values.
 inline void convert_k_pairs(const PromptTile& tile, const PageLayout& layout, std::int32_t* out) {
     for (int g = 0; g < tile.n_groups; ++g) {

@@ -1,6 +1,6 @@
 // Part of kernels.cpp: computes attention of a few query rows that see the same entries, tile by
-// tile: q.k of all entries of a tile, softmax, p.v. Every byte of K and V is read once, and
-// prefetched half a tile ahead. What all KV types need comes first, then q.k and p.v of f16, then
+// tile: q.k of all entries of a tile, softmax, p.v. K and V are read from memory once, and
+// prefetched a tile ahead. What all KV types need comes first, then q.k and p.v of f16, then
 // those of q8_0 and iq4_nl.
 #pragma once
 
@@ -37,8 +37,8 @@ constexpr int power_of_vectors(int rows, int most) {
     return vectors;
 }
 
-// Calls step(row, number of rows) for blocks of up to kDecodeBlock rows. The number is a constant
-// of the compiler.
+// Calls step(row, number of rows) for blocks of up to kDecodeBlock rows. The number is known at
+// compile time.
 template <int Rows = kDecodeBlock, typename Step>
 inline void over_row_blocks(int rows, Step step, int row = 0) {
     for (; row + Rows <= rows; row += Rows) step(row, std::integral_constant<int, Rows>());
@@ -46,7 +46,7 @@ inline void over_row_blocks(int rows, Step step, int row = 0) {
 }
 
 // Calls step(first vector, number of vectors) for all vectors of a tile: `Vectors` at a time, and
-// at its end groups or parts of groups. The number is a constant of the compiler.
+// at its end groups or parts of groups. The number is known at compile time.
 template <int Vectors, typename Step>
 inline void over_entry_vectors(int n_groups, Step step) {
     constexpr int tail = Vectors < kGroupVectors ? Vectors : kGroupVectors;
@@ -170,7 +170,7 @@ inline void update_maxima(int rows, DecodeScratch& scratch) {
     }
 }
 
-// Replaces the logits of one row by e^(l - max), computed with powers of two.
+// Replaces the logits of one row by e^(l - max), and adds these to the rescaled sums.
 inline void row_softmax(int row, int n, DecodeScratch& scratch) {
     float* logits = scratch.logits + row * kDecodeTile;
     const Vec factor = broadcast(scratch.factors[row]);
@@ -258,8 +258,6 @@ inline void decode_tiles(const DecodeTask& task, DecodeScratch& scratch, Scores 
     }
     end_decode(task, scratch);
 }
-
-// The following functions compute q.k and p.v on pages of f16.
 
 // Computes the logits of `Vectors` vectors of entries, from vector `first` of the tile on.
 template <int Rows, int Vectors>
@@ -376,7 +374,7 @@ void decode_f16(const DecodeTask& task) {
 // The following functions compute q.k and p.v on pages whose K is q8_0, and whose V is q8_0 or
 // iq4_nl, by products of pairs of integers. The query and the weights are rounded to 16-bit
 // integers with one scale per block of values. The error of that is a few hundredths of the error
-// of K and V, which have 8 bits.
+// of K and V, which have 8 bits at most.
 
 constexpr int kBlockVectors = kQuantBlock / kLanes;
 

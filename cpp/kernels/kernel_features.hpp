@@ -1,5 +1,5 @@
-// Part of kernels.cpp: computes the features of entries (decide/features.hpp), linear functions of
-// them, and the sums of their products that a fit needs.
+// Part of kernels.cpp: computes the features of entries (FeatureShape), linear functions of them,
+// and the sums of their products that a fit needs.
 #pragma once
 
 #include "decide/kernel_types.hpp"

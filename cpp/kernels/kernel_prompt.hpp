@@ -2,8 +2,8 @@
 // are in the lanes, so that softmax needs no sums across lanes.
 // The weights of a tile of entries are relative to the largest logit of the tile, rounded up to a
 // power of two, so that they do not depend on what was read before.
-// If the CPU computes products of pairs of 16-bit integers twice as fast as those of floats, q8_0
-// and iq4_nl are multiplied as integers: K and V are widened to 16 bits, and the query and the
+// If the CPU computes products of pairs of 16-bit integers faster than those of floats, q8_0 and
+// iq4_nl are multiplied as integers: K and V are widened to 16 bits, and the query and the
 // weights are rounded to 16 bits. That error is small, since K and V have at most 8 bits.
 // Everything else is computed in f32.
 #pragma once
@@ -88,8 +88,6 @@ inline void over_rows(int rows, Wide wide, Narrow narrow) {
     for (; row + kRowVectors * kLanes <= rows; row += kRowVectors * kLanes) wide(row);
     for (; row < rows; row += kLanes) narrow(row);
 }
-
-// The following functions compute q.k of a tile of entries.
 
 // Computes scores[kScoreStep][kRowTile] of kScoreStep entries for Vectors * kLanes query rows.
 template <int Vectors>
@@ -275,8 +273,6 @@ inline Vec unit_of(const PromptTask& task, const PromptScratch& scratch, int row
     return are_logits(task) ? broadcast(1.0f) : load(scratch.units + row);
 }
 
-// The following functions compute p.v of a tile of entries.
-
 constexpr int kValueStep = 4;  // values of V at a time
 
 // Returns where value d of entry e of a tile lies: V is [entries][v_stride], and V that is a part
@@ -450,9 +446,7 @@ inline void tile_values(const PromptTask& task, const PromptTile& tile,
     }
 }
 
-// The following functions compute the softmax of a tile, and all of a task.
-
-// Replaces the scores of a vector of rows by e^(logit - max).
+// Replaces the scores of a vector of rows by e^(logit - max), and computes max and the sums.
 template <bool Masked, bool Entropy>
 inline void weigh_rows(const PromptTask& task, const PromptTile& tile, const PromptScratch& scratch,
                        const KeptTile& kept, int row) {

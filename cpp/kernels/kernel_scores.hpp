@@ -18,7 +18,7 @@ inline float half_row_norm(const std::uint16_t* row, int stride) {
 }
 
 // Computes the squared norms of V of four entries, whose values are interleaved. scales: those of
-// the first entry, then of the next ones.
+// V, [block][16 entries], from the first of the four on.
 template <KvType Type>
 inline void byte_row_norms(const std::byte* values, const std::uint16_t* scales, int stride,
                            float* norms) {

@@ -50,7 +50,6 @@ inline void few_products(const OpenGroup& group, const float* queries, float* ou
                               group.k_stride, out + e, out_stride);
 }
 
-// Computes the products of a group with many queries.
 inline void many_products(const OpenGroup& group, const float* queries, int rows, float* out,
                           int out_stride) {
     float keys[kMaxHeadDim * kGroupEntries];

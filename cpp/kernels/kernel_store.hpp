@@ -29,8 +29,8 @@ inline float largest_magnitude(const float* values, int n) {
     return limit;
 }
 
-// Quantises as ggml's q8_0 does: scale = largest magnitude / 127 (stored as f16), values rounded to
-// the nearest integer.
+// Quantises to ggml's q8_0: scale = largest magnitude / 127, stored as f16. Unlike in ggml, values
+// are divided by the stored scale, and then rounded to the nearest integer.
 inline void convert_int8_row(const float* row, int dim, int stride, std::int8_t* out,
                              std::uint16_t* scales) {
     for (int block = 0; block * kQuantBlock < stride; ++block) {

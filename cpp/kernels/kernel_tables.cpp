@@ -1,4 +1,4 @@
-// Lists the kernels, and computes how much scratch they need.
+// Lists the kernels, and computes how much scratch the prompt kernel needs.
 #include "kernels/kernels.hpp"
 #include "platform/instruction_sets.hpp"
 

@@ -90,7 +90,7 @@ struct Tile {
     Group groups[Groups];
 };
 
-// Takes the first part of a range, up to `most` entries after a multiple of the group size.
+// Refers to the entries of a range from `first` on, at most `most` of them.
 template <int Groups>
 inline void open_tile(const EntryRange& range, int first, int most, Tile<Groups>& tile) {
     const PageLayout& layout = *range.layout;

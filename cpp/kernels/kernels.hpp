@@ -69,7 +69,7 @@ struct PromptTask {
     SoftmaxState state;       // with an output of [layout.v_stride][kRowTile]
 };
 
-// How many floats the prompt kernel keeps of a tile of entries: the maxima of the rows, and the
+// The prompt kernel keeps this many floats of a tile of entries: the maxima of the rows, and the
 // weights of the entries, the first and last four of which may belong to other tiles.
 constexpr int kKeptFloats = (1 + kEntryTile + 4) * kRowTile;
 constexpr std::size_t kept_floats(const EntryRange& range) {
@@ -87,8 +87,8 @@ struct KernelTable {
     // Rotates a row of V, or of outputs that attention made of rotated V, back: see
     // value_rotation.hpp.
     void (*rotate)(float* row, int stride);
-    // Copies the values of K (not their scales) of some entries from one group of a page to
-    // another.
+    // Copies the values of K (not their scales) of some entries from a group to another one, which
+    // may be in another page.
     void (*move_keys)(const PageLayout&, const std::byte* from, int from_group, std::byte* to,
                       int to_group, const LaneMoves&);
     void (*decode)(const DecodeTask&);
@@ -99,7 +99,8 @@ struct KernelTable {
     // of the same range, so that scores need not be computed again; null: nothing.
     void (*prompt_observe)(const PromptTask&, Statistic, const float* row_weights,
                            float neighbourhood, float* sums);
-    // sums[j] += what one row gives to entry j of n; max and sum belong to its softmax.
+    // Adds to sums[j], as prompt_observe() does, what one row gives to entry j of n. max and sum
+    // belong to the row's softmax.
     void (*logits_observe)(const float* logits, int n, Statistic, float max, float sum,
                            float* sums);
     // Computes the squared norms of V of all layout.entries slots of a page.
@@ -107,7 +108,7 @@ struct KernelTable {
     // Computes q.k of all slots of a page; queries are [rows][k_stride], out is [rows][out_stride].
     void (*products)(const PageLayout&, const std::byte* page, const float* queries, int rows,
                      float* out, int out_stride);
-    // Estimates what products() computes from the sketch of a page.
+    // Estimates q.k from the sketch of a page, as products() computes it.
     void (*sketch_products)(const KeySketch&, const std::byte* page, const float* queries, int rows,
                             float* out, int out_stride);
     // Returns the logarithm of the sum of e^logit; n must be at least 1.

@@ -131,7 +131,7 @@ PageLayout make_reference_layout(int entries);
 // Copies one entry with everything that belongs to it; both pages have the same layout.
 void copy_entry(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// Copies K and V of an entry.
+// Copies K and V of an entry, and their scales.
 void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                int to_slot);
 // Copies V of an entry, and the scales of its K and V rows.

@@ -1,6 +1,6 @@
 // Defines a pool of pages whose total size is the KV budget. Memory is taken from the system as it
-// is needed, and given back when the budget shrinks. A page may have several owners: it counts
-// once, and is free when the last owner has released it.
+// is needed, and given back by compact(). A page may have several owners: it counts once, and is
+// free when the last owner has released it.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,8 @@ public:
     // one. They are pages like any other, but share memory with other processes until they are
     // written to. unused: the numbers of the file's pages that hold something else, and are free
     // from the start. Returns null if all pages are unused, or if the budget has no room for the
-    // used ones behind the pages that the pool has so far. Throws std::bad_alloc. In both cases,
-    // changes nothing.
+    // used ones behind the pages that the pool has so far. Throws std::bad_alloc. If it returns
+    // null or throws, no page in use has changed.
     std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
                      const std::vector<std::size_t>& unused);
     // Tell whether someone has changed a file that was adopted, and whether a page is affected.
@@ -38,8 +38,8 @@ public:
     bool is_changed(const std::byte* page) { return pages_.is_changed(page); }
     // Removes an owner; without any, the page is free.
     void release(std::byte* page);
-    // Maps memory for `pages` pages in all, so that allocate() cannot fail until more are in use.
-    // Throws std::bad_alloc.
+    // Maps memory for `pages` pages in all, at most the budget, so that allocate() does not throw
+    // until more are in use. Throws std::bad_alloc.
     void map(std::size_t pages);
 
     // Sets how many pages there may be. Throws std::logic_error if more are in use.

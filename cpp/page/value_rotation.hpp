@@ -1,7 +1,7 @@
 // Rotates blocks of values before they are rounded to a few bits, so that no value of a block is
 // much larger than the others. The rotation is a Hadamard matrix divided by the root of its size,
-// and its own inverse. It only adds and subtracts in a fixed order, so that every instruction set
-// computes the same bits. Everything is in an unnamed namespace: see platform/simd.hpp.
+// and its own inverse. It multiplies by one constant, and then adds and subtracts in a fixed order,
+// so that every instruction set computes the same bits. Unnamed namespace: see platform/simd.hpp.
 #pragma once
 
 #include "page/page_layout.hpp"

@@ -16,8 +16,8 @@ public:
     BackgroundThread(const BackgroundThread&) = delete;
     BackgroundThread& operator=(const BackgroundThread&) = delete;
 
-    // Begins work after the work before it has ended; throws what that has thrown. The thread is
-    // made when there is work.
+    // Begins work after the work before it has ended; throws what that has thrown, and then begins
+    // nothing. The first call makes the thread, and may throw std::system_error.
     void start(std::function<void()> work);
     // Returns when the work that was begun, if any, has ended. Throws what it has thrown.
     void wait();

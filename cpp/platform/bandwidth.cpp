@@ -10,7 +10,7 @@
 namespace entropykv {
 namespace {
 
-// Keeps independent sums, so that no addition has to wait for another one.
+// Returns the sum of all whole groups of 16 values. No addition has to wait for another one.
 std::uint64_t sum_of(const std::uint64_t* values, std::size_t n) {
     constexpr std::size_t kSums = 16;
     std::uint64_t sums[kSums] = {};

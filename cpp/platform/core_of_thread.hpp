@@ -13,7 +13,7 @@ namespace entropykv {
 // Has a bit for every core with a number below 64; the others are not looked at.
 using CoreSet = std::uint64_t;
 
-// Returns the core of the calling thread; empty if it is not known.
+// Returns the core of the calling thread; empty if it is unknown or above 63.
 inline CoreSet own_core() noexcept {
 #if defined(__linux__)
     const int core = sched_getcpu();

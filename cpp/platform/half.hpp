@@ -1,4 +1,4 @@
-// Converts between f16 and f32 on machines without an instruction for it.
+// Converts between f16 and f32 without special instructions.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Holds threads that help where there is work, and for which nobody waits: another process may take
-// their cores at any time.
+// Holds threads that take work while there is some. No work depends on them: another process may
+// take their cores at any time.
 #pragma once
 
 #include <atomic>

@@ -17,9 +17,8 @@ public:
     static constexpr int kMost = 1024;
 
     // Maps `bytes` bytes of an open file from an offset on. `file` is as in file_access.hpp.
-    // Returns null where the system does not offer this, where kMost files are mapped already, and
-    // for a file that is not regular or shorter: then its bytes have to be read. Throws
-    // std::bad_alloc.
+    // Returns null if the system does not do this, if kMost files are mapped already, and for a
+    // file that is not regular or shorter: then its bytes have to be read. Throws std::bad_alloc.
     static std::shared_ptr<MappedFile> map(int file, std::size_t offset, std::size_t bytes);
     ~MappedFile();
     MappedFile(const MappedFile&) = delete;
@@ -33,15 +32,15 @@ public:
     bool starts_at_page() const { return skipped_ == 0; }
 
     // Tells whether anyone has written to the file or shortened it since it was mapped; false after
-    // let_go(). If so, pages have other contents than they had. Those behind the end of a shortened
-    // file are read as zeros: without that, the system would end the process.
+    // let_go(). If so, pages may have other contents than before. Those behind the end of a
+    // shortened file are read as zeros: without that, the system would end the process.
     bool has_changed() noexcept;
     // Replaces all pages by zeroed memory that belongs to no file; without memory for that, nothing
     // changes.
     void let_go() noexcept;
 
 private:
-    // Identifies the content of a file, as far as the system knows.
+    // Identifies the content of a file by its size and the time of its last change.
     struct Version {
         std::int64_t size = -1, seconds = 0, nanoseconds = 0;
         bool operator==(const Version& other) const {

@@ -42,8 +42,7 @@ void on_bus_error(int number, siginfo_t* info, void*) {
         errno = error;
         return;
     }
-    // The address is none of ours: the earlier handler gets the signal when the instruction is
-    // tried again.
+    // Nothing was mended: the earlier handler gets the signal when the instruction is tried again.
     sigaction(SIGBUS, &earlier_action, nullptr);
     if (info->si_code <= 0) raise(number);
     errno = error;

@@ -27,7 +27,7 @@ public:
     // Keeps the first `first` pages, and appends the `pages` pages of a file, all of them in use.
     // Throws std::bad_alloc, and then changes nothing.
     void append_file(const std::shared_ptr<MappedFile>& file, std::size_t first, std::size_t pages);
-    // Say that a page is in use, or free, and that exactly the first `pages` pages are in use. Once
+    // Note that a page is in use, or free, or that exactly the first `pages` pages are in use. Once
     // no page of a file is in use, its range becomes memory like any other, so that nothing of a
     // deleted file stays on the disk.
     void note_used(std::size_t number) noexcept;

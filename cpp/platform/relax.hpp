@@ -12,7 +12,7 @@
 
 namespace entropykv {
 
-// This many spins take about 0.1 ms, which is longer than any wait for a running thread. After
+// This many spins take about 0.1 ms, which is longer than waiting for a running thread takes. After
 // that, the other thread probably has no core, and spinning would only keep one from it.
 constexpr int kMostSpins = 4096;
 

@@ -1,5 +1,5 @@
 // Sizes scratch vectors to what is needed: they grow at once, and shrink if a quarter would be
-// enough, so that needs which vary a little never allocate. Also counts the memory of vectors.
+// enough, so that needs which vary a little seldom allocate. Also counts the memory of vectors.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace entropykv {
 
-// Makes room for n values at least. If the vector shrinks, its contents are lost; if there is no
-// memory, it keeps its size.
+// Makes room for at least n values. If the vector shrinks, its contents are lost. Throws
+// std::bad_alloc, and keeps its size, if there is no memory.
 template <typename T>
 void fit(std::vector<T>& values, std::size_t n) {
     if (values.size() > 4 * n) std::vector<T>(n).swap(values);

@@ -21,7 +21,7 @@ namespace {
 
 // even_lanes and odd_lanes return every second lane of two vectors, those of the first one first.
 
-// A register of packed values: page_layout.hpp defines the order of the bytes. even_bytes and
+// IntVec is a register of packed values; page_layout.hpp defines the order of bytes. even_bytes and
 // odd_bytes return two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the products of
 // such pairs to 32-bit sums, pairs_of makes pairs of two vectors, byte_of returns one byte of every
 // lane as an integer, nibble_of 4 bits (unsigned), the lowest first. nibbles returns
@@ -29,7 +29,7 @@ namespace {
 // places.
 
 // Says whether dot_pairs computes more products per second than multiply_add. As measured, it does
-// on x86 with every instruction set, and with VNNI twice as many.
+// on x86 with every instruction set.
 #if defined(__SSE2__)
 constexpr bool kFastPairs = true;
 #else

@@ -14,9 +14,9 @@ class StealingRanges {
 public:
     explicit StealingRanges(int n_threads) : ranges_(static_cast<std::size_t>(n_threads)) {}
 
-    // Every thread [0, n_threads) of an op with pieces [0, n_pieces) calls take() until it returns
-    // -1: the next piece of its own range, or the last one of another's. Then it calls leave(). No
-    // thread may begin the next op before all have left.
+    // Returns the next piece of the thread's own range, or else the last one of another's, or else
+    // -1. Every thread [0, n_threads) of an op with pieces [0, n_pieces) calls take() until it
+    // returns -1, then leave(). No thread may begin the next op before all have left.
     int take(int n_pieces, int thread, int n_threads) noexcept {
         for (int i = 0; i < n_threads; ++i) {
             const int owner = (thread + i) % n_threads;

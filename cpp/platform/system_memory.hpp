@@ -22,12 +22,12 @@ void release_addresses(std::byte* start, std::size_t bytes) noexcept;
 // Maps zeroed memory for reserved addresses. Both numbers are multiples of the system's pages.
 // Returns false, and changes nothing, if there is no memory.
 bool map_memory(std::byte* start, std::size_t bytes);
-// Gives the memory of reserved addresses back. Returns false if the system frees the memory, but
-// leaves the addresses accessible, with zeros.
+// Gives back the memory of reserved addresses, which are then inaccessible. Returns false if they
+// stay accessible: with zeros, or on Windows with their memory.
 bool unmap_memory(std::byte* start, std::size_t bytes) noexcept;
 
-// Tells the system that the content of memory, which may be anyone's, is not needed any more. Only
-// whole pages within the range are affected. What is read there afterwards is undefined.
+// Tells the system that the content of any memory is not needed any more. Only whole pages within
+// the range are affected. What is read there afterwards is undefined.
 void discard_memory(void* start, std::size_t bytes) noexcept;
 
 }  // namespace entropykv

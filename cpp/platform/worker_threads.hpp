@@ -1,5 +1,5 @@
 // Runs pieces of work on threads that wait for it, and on the thread that asks. It is meant for
-// work outside of llama.cpp's graphs, whose own threads run the parts inside.
+// work outside of llama.cpp's graphs; inside of a graph, ggml's threads work.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,8 @@ public:
 
     int n_threads() const { return n_threads_; }
     // Calls work(piece, thread) for n pieces, each once, in any order; returns when all are done.
-    // Only one thread may ask at a time. Throws what a piece has thrown, after all have ended.
+    // Only one thread may ask at a time. Throws the first error of a piece after all have ended,
+    // or std::system_error, before any has begun, if the system has no more threads.
     void run(int n, const std::function<void(int piece, int thread)>& work);
 
 private:

@@ -1,5 +1,5 @@
 // Computes products of rows of weights with one token. It takes 8 rows at a time, so that one
-// register holds the sums of a group for all of them. Its speed is nearly that of memory.
+// register holds the sums of a group for all of them.
 // A token is stored as activations rounded to 8 bits: n_values codes, then for every group of
 // weights its scale and the term that corrects for the zero of the weights: scale * (sum of codes)
 // if a group has a minimum, otherwise kZero * (sum of codes). Floats hold these sums of integers

@@ -1,4 +1,4 @@
-// Holds threads that compute pieces of products beside those of an op, which never wait for them.
+// Holds threads that compute pieces of products beside the threads of an op. These never wait.
 //
 // llama.cpp's threads wait for each other after every op. If another process takes the core of one
 // of them, all stand still for milliseconds. A helper may lose its core at any time: it writes the
@@ -46,8 +46,8 @@ public:
     bool claim(int piece) noexcept;
     // Copies the products of pieces that helpers have finished to where they belong.
     void collect(const ProductPieces& pieces) noexcept;
-    // Claims a piece that a helper had begun, and copies its products; true if the helper has not
-    // finished it, so that the caller must compute it.
+    // Claims a piece if a helper had begun it, and copies its products; true if the helper has not
+    // finished it, so that the caller must compute it; otherwise false.
     bool take_back(const ProductPieces& pieces, int piece) noexcept;
 
 private:

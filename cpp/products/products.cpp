@@ -142,8 +142,7 @@ void Products::multiply_piece(const ProductPieces& pieces, int number, int threa
               pieces.task.out_stride);
 }
 
-// The last thread that arrives offers the pieces to helpers and opens the next round. A thread
-// takes consecutive tiles, because the kernels prefetch the tile that follows into its own cache.
+// The last thread that arrives offers the pieces to helpers and opens the next round.
 void Products::wait_for_all(int n_threads, const ProductPieces& pieces) noexcept {
     const unsigned round = rounds_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_threads) {

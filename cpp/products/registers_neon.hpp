@@ -116,7 +116,6 @@ inline RowFloats signed_bytes(RowBytes a, int k) {
     return {signed_bytes(a.lower, k), signed_bytes(a.upper, k)};
 }
 
-// Transposes 4 registers of 4 values each.
 inline void transpose_four(const uint32x4_t (&a)[4], uint32x4_t (&columns)[4]) {
     const uint64x2_t b0 = vreinterpretq_u64_u32(vtrn1q_u32(a[0], a[1]));
     const uint64x2_t b1 = vreinterpretq_u64_u32(vtrn2q_u32(a[0], a[1]));

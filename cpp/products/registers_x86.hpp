@@ -22,8 +22,8 @@ constexpr bool kHasVnni = false;
 // VNNI multiplies unsigned codes with signed activations.
 constexpr bool kSignedCodes = !kHasVnni;
 
-// If no instruction adds four products in 32 bits, products with weights of fewer bits are added up
-// in 16 bits: 4 pairs of 5 bits, or 2 of 6 bits.
+// If no instruction adds four products in 32 bits, products with weights of up to 6 bits are added
+// up in 16 bits: 4 pairs of 5 bits, or 2 of 6 bits.
 template <int kBits>
 constexpr bool kShortSums = !kHasVnni && kBits <= 6;
 

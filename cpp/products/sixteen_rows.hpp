@@ -1,5 +1,4 @@
-// Defines registers over 16 rows of weights for AVX-512: the same as eight_rows.hpp does for 8
-// rows, with the same names. Tiles of rows consist of them.
+// Defines registers over 16 rows of weights for AVX-512 with VNNI, with names of eight_rows.hpp.
 #pragma once
 
 #include "products/eight_rows.hpp"
