@@ -18,7 +18,7 @@ from entropykv.profile.find import profile_beside
 from entropykv.profile.learnt import LearntFile, LearntPredictor
 from entropykv.session import second_readings
 from entropykv.session.document import read_document
-from entropykv.session.second_readings import LEAST_TOKENS
+from entropykv.session.second_readings import TOKENS_TO_LEARN
 from entropykv.store.headwise import HeadwiseStore
 from tests.support.learnt import fit_of, kept_in, need_texts
 from tests.support.logits import tokens_for
@@ -51,7 +51,7 @@ def test_the_next_session_reads_once_from_its_first_token(
     said = read(own_llama, TOKENS)
     learnt = kept_in(learnt_folder)
     assert learnt.complete
-    assert learnt.predictor.n_tokens >= LEAST_TOKENS
+    assert learnt.predictor.n_tokens >= TOKENS_TO_LEARN
     assert said is not None
     assert f"kept in {learnt_folder}" in said
     with Session(own_llama, **INSIDE) as session:
@@ -105,8 +105,8 @@ def test_every_text_of_the_first_ones_teaches_a_round(
         weights.append(weights_of(learnt))
         counts.append(learnt.predictor.n_tokens)
     first, then = counts[0], np.diff(counts)
-    assert first >= LEAST_TOKENS
-    assert all(second_readings.ROUND_TOKENS <= n < LEAST_TOKENS for n in then)
+    assert first >= TOKENS_TO_LEARN
+    assert all(second_readings.ROUND_TOKENS <= n < TOKENS_TO_LEARN for n in then)
     with Session(own_llama, learn=False, **INSIDE) as session:
         for number in range(3):
             session.reset()
@@ -130,7 +130,7 @@ def test_short_texts_of_several_processes_add_up(
     assert not first.complete
     assert first.predictor.correlation is None
     assert said is not None
-    assert f"and {LEAST_TOKENS} are needed" in said
+    assert f"and {TOKENS_TO_LEARN} are needed" in said
     with Session(own_llama, **{**INSIDE, "kv_budget": 60}) as session:
         store = session._slot.store
         assert isinstance(store, HeadwiseStore)
@@ -269,6 +269,7 @@ def test_a_folder_that_cannot_be_written(
     said = read(own_llama, TOKENS)
     assert said is not None
     assert expected in said
+    assert said.count(str(learnt_folder)) <= 1
     assert "\n" not in said
     assert not list(learnt_folder.glob("*")) or what == "full"
     assert not list(learnt_folder.glob("*.part")) + list(learnt_folder.glob("*.json"))

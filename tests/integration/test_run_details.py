@@ -175,11 +175,13 @@ def test_a_file_of_errors_has_no_carriage_returns(tiny_llama: Path, tmp_path: Pa
 def test_a_budget_near_the_trained_context_is_warned_of(
     tiny_llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["run", "-m", str(tiny_llama), "-p", "the", "-n", "1", "-t", "1", "--temp", "0"]
-    assert main([*options, "-c", "100000", "--kv-budget", "0.9"]) == 0
-    assert "more than 3/4 of the" in capsys.readouterr().err
-    assert main([*options, "-c", "100000", "--kv-budget", "64"]) == 0
-    assert "more than 3/4 of the" not in capsys.readouterr().err
+    answer = ["run", "-p", "the", "-n", "1", "--temp", "0"]
+    for command_line in (answer, ["plan"]):
+        options = [*command_line, "-m", str(tiny_llama), "-t", "1", "-c", "100000", "--kv-budget"]
+        assert main([*options, "0.9"]) == 0
+        assert "more than 3/4 of the" in capsys.readouterr().err
+        assert main([*options, "64"]) == 0
+        assert "more than 3/4 of the" not in capsys.readouterr().err
 
 
 def test_what_was_dropped_is_said_after_the_answer(tiny_llama: Path, tmp_path: Path) -> None:

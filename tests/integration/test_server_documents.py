@@ -127,6 +127,13 @@ def test_a_question_reads_its_own_tokens_alone_and_gets_the_answer_of_the_whole_
         assert answer == asker.answer(None, f"{text}\n{question}")
 
 
+def test_the_sequence_that_reads_documents_is_no_conversation(
+    server: Server, request: pytest.FixtureRequest
+) -> None:
+    n = "2 conversations" if request.node.callspec.id == "pool" else "1 conversation"
+    assert f" for {n} and the document that is read" in "".join(server.log)
+
+
 def test_a_request_waits_for_a_document_that_is_being_read(asker: Asker) -> None:
     assert asker.post("book", LONG).status_code == 202
     assert asker.answer("book")

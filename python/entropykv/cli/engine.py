@@ -40,7 +40,7 @@ from entropykv.llamacpp.model_options import (
 )
 from entropykv.policy.resolved_config import cache_options_of
 from entropykv.session.file import check_model
-from entropykv.session.memory_plan import mean_of, memory_warning
+from entropykv.session.memory_plan import budget_warnings, mean_of
 from entropykv.session.pool import Pool
 from entropykv.session.session import Session
 from entropykv.settings.cache_options import CHECKPOINTS, CacheOptions
@@ -370,14 +370,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
         cache = dataclasses.replace(cache, kv_budget=cache.budget.of_context(trained))
     thinks = goes_back and model.thought_tags is not None
     session = _session_with_checkpoints(model, cache) if thinks else Session(model, cache)
-    mean = mean_of(session.cache.budgets())
-    if session.config.n_ctx > trained and 4 * mean > 3 * trained:
-        say(
-            f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that the "
-            "model was trained for: beyond them, distances are no longer told apart; give "
-            f"--kv-budget {3 * trained // 4} or less"
-        )
-    if warning := memory_warning(session.config, session.stats().kv_bytes_budget):
+    for warning in budget_warnings(session.config, session.stats().kv_bytes_budget):
         say(warning)
     if session.config.fallback:
         say(f"using the {session.cache.store} store instead: {session.config.fallback}")

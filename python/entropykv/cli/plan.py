@@ -15,8 +15,9 @@ from entropykv.cli.options import (
     fetch_named,
 )
 from entropykv.cli.parser import CommandParser
+from entropykv.cli.terminal import say
 from entropykv.policy.resolved_config import cache_options_of
-from entropykv.session.memory_plan import format_plan, make_plan
+from entropykv.session.memory_plan import budget_warnings, format_plan, make_plan
 from entropykv.settings.cache_options import CacheOptions
 
 
@@ -59,5 +60,7 @@ def _plan(options: argparse.Namespace) -> int:
     )
     fetch_named(options)
     plan = make_plan(options.model, cache)
+    for warning in budget_warnings(plan.config, plan.budget_bytes):
+        say(warning)
     print(json.dumps(plan.to_dict(), indent=2) if options.json else format_plan(plan))
     return 0

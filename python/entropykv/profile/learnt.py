@@ -129,7 +129,7 @@ class LearntFile:
         try:
             with open_regular(self.path) as file:
                 data = file.read(MOST_BYTES + 1)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise ProfileError(f"{self.path}: cannot be read ({error.strerror})") from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,13 +185,18 @@ def _plan_of(config: ResolvedConfig) -> MemoryPlan:
     return MemoryPlan(config, config.equal_share() if in_pool else config.headwise_plan())
 
 
-def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
+def describe_budget(config: ResolvedConfig, budget_bytes: int, *, documents: bool = False) -> str:
     """Return in a few words what a budget means for a loaded model.
 
     `budget_bytes`: the bytes that the KV cache never exceeds, of all conversations together.
+    `documents`: whether one of the sequences is no conversation, but reads documents.
     """
     n_sequences = config.options.n_sequences or 1
-    size = mib(budget_bytes) + (f" for {n_sequences} conversations" if n_sequences > 1 else "")
+    n_conversations = n_sequences - documents
+    size = mib(budget_bytes)
+    if n_sequences > 1:
+        size += f" for {n_conversations} conversation{'s' * (n_conversations > 1)}"
+        size += " and the document that is read" * documents
     try:
         tokens = min(mean_of(_plan_of(config).budgets), config.n_ctx)
         size = f"{tokens:,} tokens per KV head{' for each' * (n_sequences > 1)} ({size})"
@@ -199,17 +205,28 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int) -> str:
     return f"context {config.n_ctx:,} tokens, budget {size}, policy {config.policy.name}"
 
 
-def memory_warning(config: ResolvedConfig, budget_bytes: int) -> str | None:
-    """Return a sentence about a budget that main memory cannot hold now; None if there is room, if
-    the system does not say, and for the device store.
+def budget_warnings(config: ResolvedConfig, budget_bytes: int) -> Iterator[str]:
+    """Yield a sentence if main memory cannot hold a budget now, and one if KV heads may keep more
+    entries than the model tells the distances of apart. Nothing is said of memory for the device
+    store, and where the system does not say what is free.
+
+    `budget_bytes`: the bytes that the KV cache never exceeds, of all conversations together.
     """
+    trained = config.geometry.n_ctx_train
+    with contextlib.suppress(BudgetError):
+        mean = mean_of(_plan_of(config).budgets)
+        if config.n_ctx > trained and 4 * mean > 3 * trained:
+            yield (
+                f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that "
+                "the model was trained for: beyond them, distances are no longer told apart; give "
+                f"--kv-budget {3 * trained // 4} or less"
+            )
     free = available_memory()
-    if config.store == "device" or free is None or budget_bytes <= free:
-        return None
-    return (
-        f"the KV budget may take {mib(budget_bytes)}, and {mib(free)} of memory are free; give a "
-        "smaller --kv-budget"
-    )
+    if config.store != "device" and free is not None and budget_bytes > free:
+        yield (
+            f"the KV budget may take {mib(budget_bytes)}, and {mib(free)} of memory are free; give "
+            "a smaller --kv-budget"
+        )
 
 
 def format_plan(plan: MemoryPlan) -> str:

@@ -53,7 +53,7 @@ APART = 8
 """How many tokens are written between two echoes when the budget is nearly full."""
 ROUND_TOKENS = 224
 """The fewest tokens of a round."""
-LEAST_TOKENS = 448
+TOKENS_TO_LEARN = 448
 """The fewest tokens that a predictor is learnt from before it is used."""
 LEAST_TEXTS = 8
 """The fewest texts that a predictor is learnt from before it is complete. The lessons of one text
@@ -145,7 +145,7 @@ class PredictorFit:
     """The complete predictor; None while texts are still read twice."""
     n_tokens = 0
     """How many tokens were read twice in this process."""
-    n_needed = LEAST_TOKENS
+    n_needed = TOKENS_TO_LEARN
     """The fewest tokens that the predictor is learnt from before it is used."""
 
     def __init__(

@@ -191,7 +191,9 @@ class Engine:
 
     def describe(self) -> str:
         """Return in a few words what the budget means for the model."""
-        return describe_budget(self.pool.runner.config, self.stats.kv_bytes_budget)
+        documents = self.documents is not None
+        config = self.pool.runner.config
+        return describe_budget(config, self.stats.kv_bytes_budget, documents=documents)
 
     @property
     def waiting(self) -> int:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -31,7 +31,7 @@ from entropykv.server.models.catalog import ModelCatalog
 from entropykv.server.options import ModelOptions, ServerOptions
 from entropykv.server.page.files import page_file, page_files
 from entropykv.server.page.routes import WebDefaults
-from entropykv.session.memory_plan import memory_warning
+from entropykv.session.memory_plan import budget_warnings
 
 
 class LimitedProtocol(H11Protocol):
@@ -310,24 +310,24 @@ class _Server(uvicorn.Server):
             shown = ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
             sys.stderr.write(f"entropykv: {len(names)} models, loaded when asked for: {shown}\n")
         page = f", {self._url}/ in a browser" if self._app.page else ""
-        name, budget, warning = self._only_model()
-        if warning is not None:
+        name, budget, warnings = self._only_model()
+        for warning in warnings:
             sys.stderr.write(f"entropykv: {warning}\n")
         sys.stderr.write(
             f"entropykv: serving {name}{self._url}/v1{page}{budget}; Ctrl-C stops it\n"
         )
         sys.stderr.flush()
 
-    def _only_model(self) -> tuple[str, str, str | None]:
-        """Return what is printed about the only model before and after the server's address, and a
-        warning about its memory, or None; empty texts for several models.
+    def _only_model(self) -> tuple[str, str, Iterable[str]]:
+        """Return what is printed about the only model before and after the server's address, and
+        warnings about its budget; empty for several models.
         """
         app = self._app.loaded
         if app is None or app.state.models.has_several:
-            return "", "", None
+            return "", "", ()
         engine: Engine = app.state.engine
-        warning = memory_warning(engine.pool.runner.config, engine.stats.kv_bytes_budget)
-        return f"{engine.model.name} at ", f": {engine.describe()}", warning
+        warnings = budget_warnings(engine.pool.runner.config, engine.stats.kv_bytes_budget)
+        return f"{engine.model.name} at ", f": {engine.describe()}", warnings
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._app.loaded is not None:  # Otherwise uvicorn would wait for the longest answer.
