@@ -15,8 +15,9 @@ from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _parser_of_models, add_serve
 from entropykv.cli.served_models import models_of, read_options
 from entropykv.errors import MissingExtraError, SettingsError
+from entropykv.model.identity import parts_of
 from entropykv.server import ModelCatalog, ModelOptions, ServedModel, ServerOptions, create_app
-from entropykv.server.models.catalog import models_in, parts_of
+from entropykv.server.models.catalog import models_in
 
 
 def catalog_of(*words: object) -> Any:

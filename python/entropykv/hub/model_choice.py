@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 
 from entropykv.errors import HubError
 from entropykv.hub.listing import HubFile, Listing
+from entropykv.model.identity import SplitName
 
 CONVERTED = ".entropykv.gguf"
 """The ending of files that entropykv has converted; only caches contain them, not repositories."""
@@ -23,7 +24,6 @@ _BESIDE_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 list.
 """
 _REFERENCE = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::([\w.-]{1,64}))?")
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.IGNORECASE)
 _QUANT = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 _MOST_NAMED = 12
 _HOW = (
@@ -52,19 +52,8 @@ class Reference:
         return _REFERENCE.fullmatch(text) is not None and ".." not in text
 
 
-@dataclass(frozen=True)
-class _Split:
-    """Hold the common name of the parts of a split model, and the number of one part."""
-
-    prefix: str
-    number: int = 1
-    count: int = 1
-
-
-def _split_of(file: HubFile) -> _Split:
-    stem = file.path[: -len(".gguf")]
-    found = _SPLIT.fullmatch(stem)
-    return _Split(stem) if found is None else _Split(found[1], int(found[2]), int(found[3]))
+def _split_of(file: HubFile) -> SplitName:
+    return SplitName.of(file.path.removesuffix(".gguf"))
 
 
 def models_of(files: Iterable[HubFile]) -> list[HubFile]:
@@ -131,8 +120,8 @@ def _first_part(file: HubFile) -> str:
     split = _split_of(file)
     if split.count == 1:
         return file.path
-    digits = file.path[len(split.prefix) :]
-    return f"{split.prefix}{digits[0]}00001{digits[6:]}"
+    digits = file.path[len(split.common) :]
+    return f"{split.common}{digits[0]}00001{digits[6:]}"
 
 
 def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
@@ -144,7 +133,7 @@ def parts_of(listing: Listing, first: HubFile) -> list[HubFile]:
         other.number: file
         for file in listing.files
         if file.path.endswith(".gguf")
-        and (other := _split_of(file)).prefix == split.prefix
+        and (other := _split_of(file)).common == split.common
         and other.count == split.count
     }
     missing = next((n for n in range(1, split.count + 1) if n not in there), None)
@@ -161,7 +150,7 @@ def quant_of(model: HubFile) -> str | None:
 
     It is what follows the last dash or dot before .gguf, without the number of a split file.
     """
-    found = _QUANT.search(_split_of(model).prefix)
+    found = _QUANT.search(_split_of(model).common)
     return None if found is None else found[1].upper()
 
 

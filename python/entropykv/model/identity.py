@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from entropykv.model.geometry import ModelGeometry
 from entropykv.model.header import HeaderReader, check_prefix, damage_named, read_header
 
-_PART = re.compile(r"(.+)-00001-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.IGNORECASE)
 _BLOCKS, _BLOCK_BYTES = 64, 4096
 _NORM = "norm.weight"
 """The ending of the names of norm weights."""
+
+
+@dataclass(frozen=True)
+class SplitName:
+    """Hold the common name of the files of a split model, the number of one file, from 1, and their
+    count. A model in one file is its own only part.
+    """
+
+    common: str
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, stem: str) -> SplitName:
+        """Read the name of a file without .gguf, with or without folders."""
+        found = _SPLIT.fullmatch(stem)
+        return cls(stem) if found is None else cls(found[1], int(found[2]), int(found[3]))
+
+    @property
+    def others(self) -> list[str]:
+        """Return the names of the other files, without .gguf, if this is the first one."""
+        numbers = range(2, self.count + 1) if self.number == 1 else ()
+        return [f"{self.common}-{number:05}-of-{self.count:05}" for number in numbers]
 
 
 def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
@@ -78,10 +101,8 @@ def norms_of(path: Path) -> str | None:
     return digest.hexdigest() if len(values) > 1 else None
 
 
-def parts_of(path: Path) -> Iterator[Path]:
-    """Yield the files of a model: the given one and, if it is split, its other parts."""
-    yield path
-    found = _PART.fullmatch(path.name)
-    if found is not None:
-        for number in range(2, int(found[2]) + 1):
-            yield path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf")
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of a model: the given one and, if it is split, its other parts, which may
+    be missing.
+    """
+    return [path, *(path.with_name(f"{name}.gguf") for name in SplitName.of(path.stem).others)]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
 from entropykv.errors import SettingsError
+from entropykv.model.identity import SplitName
 from entropykv.server.dialects.fields import MOST_NAME
 from entropykv.server.options import MOST_MODELS, ModelOptions
 
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-\d{5}", re.IGNORECASE)
 _PROJECTOR = "mmproj"
 """Part of the names of GGUF files with image projectors, which belong to a model but are not
 models.
@@ -157,11 +156,9 @@ def _files_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
     for path in entries:
         if path.suffix != ".gguf" or _PROJECTOR in path.name.lower() or not path.is_file():
             continue
-        split = _SPLIT.fullmatch(path.stem)
-        if split is None:
-            yield path.stem, path
-        elif int(split[2]) == 1:
-            yield split[1], path
+        split = SplitName.of(path.stem)
+        if split.number == 1:
+            yield split.common, path
 
 
 def projector_beside(model: Path, directory: str) -> Path | None:
@@ -179,18 +176,7 @@ def name_of(path: str) -> str:
     """Return the name of a model's file, without folder and suffix; all parts of a split model have
     the same one.
     """
-    stem = Path(path).name.removesuffix(".gguf")
-    split = _SPLIT.fullmatch(stem)
-    return stem if split is None else split[1]
-
-
-def parts_of(path: Path) -> list[Path]:
-    """Return the files of a model: all parts of a split one, or the file alone."""
-    split = _SPLIT.fullmatch(path.stem)
-    if split is None:
-        return [path]
-    alike = re.compile(rf"{re.escape(split[1])}-\d{{5}}-of-\d{{5}}\.gguf", re.IGNORECASE)
-    return sorted(each for each in path.parent.iterdir() if alike.fullmatch(each.name))
+    return SplitName.of(Path(path).name.removesuffix(".gguf")).common
 
 
 def model_folder(name: str) -> str:

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 from entropykv.errors import EntropyKVError
 from entropykv.model.geometry import read_loadable
+from entropykv.model.identity import parts_of
 from entropykv.policy.plan import attention_layers
 from entropykv.server.engine.engine import Engine
 from entropykv.server.http.errors import RequestError
-from entropykv.server.models.catalog import ServedModel, parts_of
+from entropykv.server.models.catalog import ServedModel
 from entropykv.server.models.loading import cache_options, for_thoughts
 from entropykv.server.options import ModelOptions
 from entropykv.session.images import HELD_BYTES
