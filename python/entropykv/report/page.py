@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import re
@@ -19,7 +20,9 @@ from markupsafe import Markup
 
 from entropykv import _version
 from entropykv.errors import SettingsError
+from entropykv.evaluation import columns
 from entropykv.evaluation.bench import BenchRow
+from entropykv.evaluation.columns import MIB, number, share
 from entropykv.evaluation.rows import EvalRow
 from entropykv.profile.json_fields import HEAD_TYPES
 from entropykv.profile.profile import EntropyProfile
@@ -124,9 +127,6 @@ def of_kind(sources: Sequence[ReportSource], kind: Kind) -> list[ReportSource]:
     return [source for source in sources if source.kind == kind]
 
 
-_MIB = 2.0**20
-
-
 @dataclass(frozen=True)
 class Table:
     """Hold headings and rows of equal length; the first `n_names` columns are not numbers."""
@@ -136,65 +136,33 @@ class Table:
     n_names: int = 1
 
 
-def _text(value: float | None, style: str = "", scale: float = 1.0) -> str:
-    return "" if value is None else format(value * scale, style)
-
-
-_EVAL: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
-    ("budget", lambda row: row.budget),
-    ("kept", lambda row: _text(row.kept, ".1%")),
-    ("KV MiB", lambda row: _text(row.kv_bytes, ",.2f", 1 / _MIB)),
-    ("of full f16", lambda row: _share(row.kv_bytes, row.kv_bytes_full)),
-    ("KL", lambda row: _text(row.kl, ".4f")),
-    ("worst text", lambda row: _text(row.kl_worst, ".4f")),
-    ("top-1", lambda row: _text(row.top1, ".3f")),
-    ("perplexity ratio", lambda row: _text(row.perplexity_ratio, ".3f")),
-    ("greedy equal", lambda row: _text(row.greedy_equal, ".1%")),
-    ("facts recalled", lambda row: _text(row.recall, ".1%")),
-    ("ROUGE-1", lambda row: _text(row.rouge1, ".3f")),
-    ("ROUGE-L", lambda row: _text(row.rouge_l, ".3f")),
-    ("prompt tok/s", lambda row: _text(row.prompt_speed, ",.0f")),
-    ("decode tok/s", lambda row: _text(row.decode_speed, ",.1f")),
-)
-_N_SIZES = 4
-"""The first columns of _EVAL describe the budget of a row; the other columns are its quality."""
+_QUALITY = tuple(itertools.chain(*columns.OF_PARTS.values()))
 _BENCH: tuple[tuple[str, Callable[[BenchRow], str]], ...] = (
     ("tokens", lambda row: f"{row.length:,}"),
     ("prompt tok/s", lambda row: f"{row.prompt_speed:,.0f}"),
     ("ratio to stock", lambda row: f"{row.prompt_ratio:.2f}"),
     ("decode tok/s", lambda row: f"{row.decode_speed:,.1f}"),
     ("ratio to stock", lambda row: f"{row.decode_ratio:.2f}"),
-    ("KV MiB", lambda row: _text(row.kv_bytes or None, ",.1f", 1 / _MIB)),
-    ("time evicting", lambda row: _text(row.eviction_share if row.kv_bytes else None, ".2%")),
+    ("KV MiB", lambda row: number(row.kv_bytes or None, ",.1f", 1 / MIB)),
+    ("time evicting", lambda row: number(row.eviction_share if row.kv_bytes else None, ".2%")),
 )
-
-
-def _share(part: float | None, whole: float | None) -> str:
-    return "" if part is None or not whole else f"{part / whole:.1%}"
 
 
 def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Table:
     """Return a table without empty columns."""
-    columns = [i for i in range(len(headings)) if i < n_names or any(row[i] for row in rows)]
-    return Table(
-        [headings[i] for i in columns], [[row[i] for i in columns] for row in rows], n_names
-    )
+    shown = [i for i in range(len(headings)) if i < n_names or any(row[i] for row in rows)]
+    return Table([headings[i] for i in shown], [[row[i] for i in shown] for row in rows], n_names)
 
 
 def eval_table(sources: Sequence[ReportSource]) -> Table:
     """Make a table of quality and speed: one row per combination of every run."""
+    shown = [*columns.SETTINGS, *columns.SIZES, *_QUALITY]
     rows = [
-        [source.name, row.policy, row.kv_type, *(cell(row) for _, cell in _EVAL)]
+        [source.name, *(column.cell(row) for column in shown)]
         for source in sources
         for row in source.rows
     ]
-    return _filled(["run", "policy", "type", *(title for title, _ in _EVAL)], rows, 3)
-
-
-_SUITE: tuple[tuple[str, Callable[[EvalRow], str]], ...] = (
-    ("mean", lambda row: _text(row.score, ".1f", 100.0)),
-    ("of full cache", lambda row: _text(row.score_relative, ".1%")),
-)
+    return _filled(["run", *(column.title for column in shown)], rows, 3)
 
 
 def suite_table(sources: Sequence[ReportSource]) -> Table:
@@ -204,26 +172,23 @@ def suite_table(sources: Sequence[ReportSource]) -> Table:
     tasks = list(
         dict.fromkeys(task for each in sources for row in each.rows for task in row.scores)
     )
+    figures = [*columns.SIZES, *columns.OF_SUITES, *map(columns.of_task, tasks)]
     tables = dict.fromkeys((row.length, row.question) for each in sources for row in each.rows)
     rows = [
         [
             source.name,
-            row.policy,
-            row.kv_type,
+            *(column.cell(row) for column in columns.SETTINGS),
             f"{row.length:,}",
             str(row.question),
-            *(cell(row) for _, cell in _EVAL[:_N_SIZES]),
-            *(cell(row) for _, cell in _SUITE),
-            *(_text(row.scores.get(task), ".1f", 100.0) for task in tasks),
+            *(column.cell(row) for column in figures),
         ]
         for table in tables
         for source in sources
         for row in source.rows
         if (row.length, row.question) == table
     ]
-    sizes = [title for title, _ in _EVAL[:_N_SIZES]]
-    scores = [*(title for title, _ in _SUITE), *tasks]
-    return _filled(["run", "policy", "type", "tokens", "question", *sizes, *scores], rows, 5)
+    titles = [column.title for column in figures]
+    return _filled(["run", "policy", "type", "tokens", "question", *titles], rows, 5)
 
 
 def bench_table(sources: Sequence[ReportSource]) -> Table:
@@ -247,17 +212,17 @@ _RUN: tuple[tuple[str, Callable[[dict[str, Any]], str]], ...] = (
     ("tokens generated", lambda run: f"{run['generated_tokens']:,}"),
     ("prompt tok/s", lambda run: _speed(run["prompt_tokens"], run["prompt_seconds"])),
     ("decode tok/s", lambda run: _speed(run["generated_tokens"], run["decode_seconds"])),
-    ("KV MiB at most", lambda run: f"{run['kv_bytes_budget'] / _MIB:,.2f}"),
-    ("KV MiB, peak", lambda run: f"{run['kv_bytes_peak'] / _MIB:,.2f}"),
-    ("KV MiB of a full f16 cache", lambda run: f"{run['kv_bytes_full'] / _MIB:,.2f}"),
+    ("KV MiB at most", lambda run: f"{run['kv_bytes_budget'] / MIB:,.2f}"),
+    ("KV MiB, peak", lambda run: f"{run['kv_bytes_peak'] / MIB:,.2f}"),
+    ("KV MiB of a full f16 cache", lambda run: f"{run['kv_bytes_full'] / MIB:,.2f}"),
     ("entries kept", lambda run: f"{run['entries_kept']:,}"),
-    ("of all entries", lambda run: _share(run["entries_kept"], run["entries_full"])),
+    ("of all entries", lambda run: share(run["entries_kept"], run["entries_full"])),
     ("evicted", lambda run: f"{run['evictions']:,}"),
     ("frozen now", lambda run: _count(run.get("frozen_entries"))),
     ("went to cold storage", lambda run: _count(run.get("entries_frozen"))),
     ("came back", lambda run: _count(run.get("entries_restored"))),
     ("because queries needed it", lambda run: _count(run.get("entries_recalled"))),
-    ("resident MiB, peak", lambda run: f"{run['peak_rss_bytes'] / _MIB:,.0f}"),
+    ("resident MiB, peak", lambda run: f"{run['peak_rss_bytes'] / MIB:,.0f}"),
 )
 
 
