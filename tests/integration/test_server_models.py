@@ -19,7 +19,6 @@ from entropykv.errors import SettingsError
 from entropykv.server import ModelCatalog, ModelOptions, ServerOptions, create_app
 from entropykv.server.http.errors import RequestError
 from entropykv.server.models.held_model import estimate_memory
-from tests.support.command import assert_refused, entropykv
 from tests.support.running_server import Server
 from tests.support.several_models import WORDS, Running, catalog_of, running, write_models
 from tests.support.tiny_models import write_llama
@@ -514,20 +513,3 @@ def test_the_command_serves_a_directory(tmp_path: Path) -> None:
         wait_until(server, "two", "sleeping")
         assert ask(server, "two") == 200
     assert "2 models, loaded when asked for: one, two" in "".join(server.log)
-
-
-def test_replicas_and_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    write_models(tmp_path, "one", "two")
-    for words, said in (
-        (["--models-dir", str(tmp_path), "--replicas", "2"], "replicas have one model each"),
-        (["-m", str(tmp_path / "one.gguf"), "--scale-up-seconds", "1"], "needs --replicas"),
-        (["-m", str(tmp_path / "one.gguf"), "--sessions", "kept"], "--sessions needs --replicas"),
-        (
-            ["-m", str(tmp_path / "one.gguf"), "--replicas", "1", "--scale-down-seconds", "1"],
-            "--scale-down-seconds needs --max-replicas",
-        ),
-        (["--models-dir", str(tmp_path), "--kv-budget", "none"], "KV budget"),
-        (["--models-dir", str(tmp_path), "--models-memory", "8"], "--models-memory"),
-        (["--models-dir", str(tmp_path / "away")], "--models-dir"),
-    ):
-        assert_refused(entropykv("serve", *words), said)

@@ -14,7 +14,6 @@ from starlette.middleware import Middleware
 
 from entropykv.server import ModelOptions, ServerOptions, create_app
 from entropykv.server.engine.turns import Conversations, TurnMiddleware
-from tests.support.command import started
 from tests.support.running_server import KEY, MODEL, Server
 from tests.support.served import client_of, served
 
@@ -130,24 +129,6 @@ def test_texts_are_off_where_there_is_a_key(key: str | None) -> None:
             assert answer.status_code == 403
             assert "start it with --show-text" in answer.json()["error"]["message"]
             assert first_pictures(server, key)[0]["text"] is False
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--cache", "true"), "conversations are kept anyway"),
-        (("--api-key-file", "nowhere"), "keys cannot be read"),
-        (("--show-text", "perhaps"), "--show_text"),
-    ],
-)
-def test_what_cannot_be_is_said_before_the_model_is_loaded(
-    options: tuple[str, ...], says: str, tmp_path: Path
-) -> None:
-    process = started("serve", "-m", MODEL, "--port", "0", *options, cwd=tmp_path)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert says in errors
-    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("parallel", [1, 2])

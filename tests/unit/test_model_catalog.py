@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs the extra server")
 
+from entropykv.cli import main
 from entropykv.cli.parser import CommandParser
 from entropykv.cli.serve import _parser_of_models, add_serve
 from entropykv.cli.served_models import models_of, read_options
@@ -221,3 +222,35 @@ def test_no_more_models_start_than_may_be_loaded(tmp_path: Path) -> None:
     both = [ServedModel.of(name, options, load_on_startup=True) for name in ("one", "two")]
     with pytest.raises(SettingsError, match="--models-max"):
         create_app(ModelCatalog.of_several(both), ServerOptions(models_max=1))
+
+
+def test_what_cannot_be_is_said_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, because importing the server takes longer than refusing what it is given."""
+
+    def make(model: ModelOptions | ModelCatalog, server: ServerOptions) -> None:
+        create_app(model, server)
+        pytest.fail("it would serve")
+
+    monkeypatch.setattr("entropykv.server.http.running.serve", make)
+    touch(tmp_path, "one.gguf", "two.gguf")
+    one, several = ["-m", str(tmp_path / "one.gguf")], ["--models-dir", str(tmp_path)]
+    for words, said in (
+        ([*several, "--replicas", "2"], "replicas have one model each"),
+        ([*one, "--scale-up-seconds", "1"], "needs --replicas"),
+        ([*one, "--sessions", "kept"], "--sessions needs --replicas"),
+        ([*one, "--replicas", "1", "--scale-down-seconds", "1"], "needs --max-replicas"),
+        ([*several, "--kv-budget", "none"], "KV budget"),
+        ([*several, "--models-memory", "8"], "--models-memory"),
+        (["--models-dir", str(tmp_path / "away")], "--models-dir"),
+        ([*one, "--cache", "true"], "conversations are kept anyway"),
+        ([*one, "--api-key-file", str(tmp_path / "nowhere")], "keys cannot be read"),
+        ([*one, "--show-text", "perhaps"], "--show_text"),
+    ):
+        assert main(["serve", *words]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("entropykv: "), printed.err
+        assert len(printed.err.splitlines()) == 1, printed.err
+        assert said in printed.err
