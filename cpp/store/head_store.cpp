@@ -124,7 +124,7 @@ void HeadStore::set_budgets(const std::vector<int>& budgets, std::size_t pool_pa
         const int budget = budgets[first++];
         if (head.frozen && head.count() > budget) head.frozen.cold->prepare(head.count() - budget);
     });
-    components_.share.pool().make_room([&] { return copies_to_evict(components_, budgets); });
+    components_.share.pool().require_room([&] { return copies_to_evict(components_, budgets); });
     components_.size_workspaces(*std::max_element(budgets.begin(), budgets.end()));
     components_.common.settings.protection = protection;
     std::size_t next = 0;
@@ -248,7 +248,8 @@ void HeadStore::check_files() {
 void HeadStore::truncate(std::int32_t position) {
     if (position < 0) throw std::invalid_argument("positions begin at 0");
     std::uint8_t* mask = components_.workspaces.front().evictor.mask();
-    components_.share.pool().make_room([&] { return copies_to_truncate(components_, position); });
+    components_.share.pool().require_room(
+        [&] { return copies_to_truncate(components_, position); });
     components_.common.whole_from.store(std::min(windows_whole_from(), position),
                                         std::memory_order_relaxed);
     components_.for_each_head([&](Head& head) {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "page/page_pool.hpp"
@@ -101,6 +102,13 @@ public:
             if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
         pages_.map(pages_.used_pages() + needed());
         return true;
+    }
+    // Throws std::logic_error where make_room() returns false: for copies that are made by
+    // functions which may not throw.
+    template <typename Needed>
+    void require_room(Needed needed) {
+        if (!make_room(needed))
+            throw std::logic_error("checkpoints that nothing may drop hold the pool's last pages");
     }
 
     // Stores call the following functions. check_share() throws std::invalid_argument if the other

@@ -685,8 +685,9 @@ class HeadwiseStore:
         Heads that hold more evict. Raises ValueError for another number of budgets, a budget
         outside of 1 to `max_entries` or (without `own_windows`) below sinks and recent window
         together, if the budgets need more than `pool_pages`, or if the shares of other sequences do
-        not leave that many pages; and ColdStorageError, without any change, if there is no room for
-        the entries to freeze.
+        not leave that many pages; and without any change ColdStorageError if there is no room for
+        the entries to freeze, and RuntimeError if shared pages must be copied, and checkpoints that
+        on_full() does not drop leave no page.
         """
 
     def begin(self, n_tokens: int, position: int, rope_position: int, n_echo: int = 0) -> None:
@@ -941,7 +942,8 @@ class HeadwiseStore:
 
     def truncate(self, position: int) -> None:
         """Drop the entries at `position` and later ones, including frozen ones. Raises ValueError
-        for a negative position.
+        for a negative position, and RuntimeError, without any change, if shared pages must be
+        copied, and checkpoints that on_full() does not drop leave no page.
         """
 
     recalls_now: bool

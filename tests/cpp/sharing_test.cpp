@@ -320,6 +320,32 @@ void test_no_room_for_copies() {
     CHECK(pool->pages().used_pages() == 20);
 }
 
+// A checkpoint that the pool may not drop holds its last page: what would have to copy pages is
+// refused, and changes nothing.
+void test_copies_that_find_no_page_are_refused() {
+    const LayerShape shape{4, kHeads, 16, 16};
+    const StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
+    const auto pool = std::make_shared<StorePool>(std::vector<LayerShape>{shape}, KvType::f16,
+                                                  kMaxTokens, kMostSequences);
+    pool->set_pages(kHeads);
+    Pair pair({shape}, settings, pool);
+    const int full = pair.shared.layout(0).entries;
+    pair.shared.set_budgets({full, full}, kHeads, kProtection);
+    std::mt19937 random(3);
+    read_batch(pair.attention, shape, full - 1, 0, random, 1);
+    const auto checkpoint = make_checkpoint(pair.shared.components());
+    const std::vector<int> smaller(kHeads, 13);
+    CHECK(refused([&] { pair.shared.set_budgets(smaller, kHeads, kProtection); }));
+    CHECK(pair.shared.entries() == index(kHeads * (full - 1)));
+    pair.shared.truncate(full - 2);  // moves no entry, so that it needs no copy
+    checkpoint->drop();
+    pair.shared.set_budgets(smaller, kHeads, kProtection);
+    CHECK(pair.shared.entries() == index(kHeads * 13));
+    const auto other = make_checkpoint(pair.shared.components());
+    CHECK(refused([&] { pair.shared.truncate(full - 3); }));
+    CHECK(pair.shared.entries() == index(kHeads * 13));
+}
+
 void test_what_is_impossible_is_refused() {
     const LayerShape shape{4, kHeads, 16, 16};
     StoreSettings settings = settings_of(KvType::f16, ScoreKind::mass);
@@ -344,6 +370,7 @@ void test_what_is_impossible_is_refused() {
 int main() {
     test_fork_costs_what_it_reads();
     test_no_room_for_copies();
+    test_copies_that_find_no_page_are_refused();
     test_what_is_impossible_is_refused();
     Totals totals;
     for (const ScoreKind score : {ScoreKind::mass, ScoreKind::streaming, ScoreKind::attention})
