@@ -23,6 +23,9 @@ from entropykv.errors import ContextError, EntropyKVError
 
 NOT_UTF8 = "not a text in UTF-8; convert it first, for example with `iconv -f latin1 -t utf-8`"
 _UTF8 = "utf-8-sig"
+MOST_CHARACTERS = 1 << 28
+"""The most characters of a text that is read: a device may have no end."""
+_TOO_LONG = f"is longer than {MOST_CHARACTERS >> 20} MiB"
 """UTF-8 with or without the byte order mark that editors of Windows put before it."""
 _TOKEN_BYTES = 4
 """How many random bytes are in the name of a file that is being written."""
@@ -115,12 +118,23 @@ def json_of(text: str | bytes) -> Any:
         return None
 
 
+def limited_text(path: str | os.PathLike[str]) -> str:
+    """Return the content of a UTF-8 file, without a byte order mark. Raises UnicodeDecodeError, and
+    OSError, also for more than MOST_CHARACTERS characters.
+    """
+    with open(path, encoding=_UTF8) as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise OSError(errno.EFBIG, _TOO_LONG)
+    return text
+
+
 def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> str:
     """Return the content of a UTF-8 file, without a byte order mark; raises `refusal`, in one
     sentence, if it cannot be read.
     """
     try:
-        return Path(path).read_text(encoding=_UTF8)
+        return limited_text(path)
     except OSError as error:
         raise refusal(f"{path}: {error.strerror}; give a text file") from None
     except UnicodeDecodeError:
@@ -128,11 +142,16 @@ def read_text(path: str | os.PathLike[str], refusal: type[EntropyKVError]) -> st
 
 
 def read_standard_input() -> str:
-    """Return the text of standard input; raises ContextError for bytes that are no text."""
+    """Return the text of standard input; raises ContextError for bytes that are no text, and for
+    more than MOST_CHARACTERS characters.
+    """
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError:
         raise ContextError(f"standard input: {NOT_UTF8}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise ContextError(f"standard input: {_TOO_LONG}; give a shorter text")
+    return text
 
 
 class NotRegularError(OSError):

@@ -4,6 +4,7 @@ read back.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -31,6 +32,7 @@ from entropykv.evaluation.request import EvalRequest
 from entropykv.evaluation.results import Record, ResultLog
 from entropykv.evaluation.rows import summarize
 from entropykv.evaluation.texts import Text, is_tuning, part_of, read_texts
+from entropykv.files import read_standard_input
 from entropykv.llamacpp.distributions import log_softmax, mean_divergence
 from entropykv.settings.cache_options import CacheOptions
 from entropykv.settings.options import Budget
@@ -117,6 +119,20 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
     ):
         with pytest.raises(ContextError, match=words):
             read_texts(files)
+
+
+def test_a_text_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device such as /dev/zero gives as many bytes as one reads, until memory is full."""
+    monkeypatch.setattr("entropykv.files.MOST_CHARACTERS", 1000)
+    text = tmp_path / "text"
+    text.write_text("é" * 1000, encoding="utf-8")
+    assert len(read_texts([text])[0].content) == 1000
+    text.write_text("é" * 1001, encoding="utf-8")
+    with pytest.raises(ContextError, match="text: is longer than 256 MiB; give a text file"):
+        read_texts([text])
+    monkeypatch.setattr("sys.stdin", io.StringIO("é" * 1001))
+    with pytest.raises(ContextError, match="standard input: is longer than 256 MiB; give a short"):
+        read_standard_input()
 
 
 def test_prompts_are_as_long_as_texts_and_context_allow() -> None:

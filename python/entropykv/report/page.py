@@ -24,6 +24,7 @@ from entropykv.evaluation import columns
 from entropykv.evaluation.bench import BenchRow
 from entropykv.evaluation.columns import MIB, number, share
 from entropykv.evaluation.rows import EvalRow
+from entropykv.files import limited_text
 from entropykv.profile.json_fields import HEAD_TYPES
 from entropykv.profile.profile import EntropyProfile
 from entropykv.report.figures import (
@@ -72,7 +73,7 @@ def _names(files: Sequence[Path]) -> list[str]:
 
 def _read(path: Path, name: str) -> ReportSource:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = limited_text(path)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "is not text"
         raise SettingsError(f"{path}: {why}; give JSON that {_WRITERS}") from None

@@ -22,12 +22,12 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from entropykv.errors import SettingsError
+from entropykv.files import limited_text
 from entropykv.server.http.errors import RequestError
 from entropykv.server.options import ServerOptions
 from entropykv.server.page.files import page_files
@@ -243,8 +243,7 @@ def _keys_in(path: str) -> list[str]:
     skipped.
     """
     try:
-        # Windows editors write a byte order mark.
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = limited_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise SettingsError(

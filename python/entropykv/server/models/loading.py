@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from entropykv.errors import SettingsError, UnsupportedModelError
+from entropykv.files import json_of, read_text
 from entropykv.llamacpp.context import GGML_PAIRS, kv_type_of_numbers
 from entropykv.llamacpp.model import NO_TEMPLATE, Model
 from entropykv.llamacpp.model_options import (
@@ -189,8 +188,8 @@ def _template_of(options: ModelOptions) -> str | None:
         return _FORMATS.get(form, form)
     if options.hf_tokenizer_config_path is None:
         raise SettingsError("chat_format hf-tokenizer-config needs --hf_tokenizer_config_path")
-    text = Path(options.hf_tokenizer_config_path).read_text(encoding="utf-8")
-    template: Any = json.loads(text).get("chat_template")
+    found = json_of(read_text(options.hf_tokenizer_config_path, SettingsError))
+    template = found.get("chat_template") if isinstance(found, dict) else None
     if not isinstance(template, str):
         raise SettingsError(
             f"{options.hf_tokenizer_config_path}: it has no chat_template; give one with "
