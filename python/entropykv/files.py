@@ -75,12 +75,15 @@ def new_file(target: str | os.PathLike[str], *, private: bool = False) -> Iterat
     `private`: whether only its owner can read the file, whatever the umask allows; Windows has no
     such mode, and its folders decide. On an error, the new file is removed and `target` is
     unchanged. A process that is killed leaves the new file behind: see remove_left_overs(). Raises
-    OSError if it cannot be written.
+    OSError if it cannot be written, and NotRegularError for a pipe or a device, which the new file
+    would replace.
     """
     target = Path(target)
     obstacle = system.name_obstacle(target)
     if obstacle is not None:
         raise OSError(errno.EINVAL, obstacle)
+    if target.exists() and not (target.is_file() or target.is_dir()):
+        raise NotRegularError(0, "is not a regular file")
     part = target.parent / f".{target.name}.{secrets.token_hex(_TOKEN_BYTES)}.part"
     try:  # An interrupt may come as soon as the file is there.
         try:

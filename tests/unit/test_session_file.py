@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropykv import SessionFileError, _core, files
-from entropykv.files import new_file
+from entropykv.files import NotRegularError, new_file
 from entropykv.session.file import (
     MAGIC,
     SECTION_ALIGNMENT,
@@ -392,6 +392,17 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
             write_to(path)
     assert other.read_bytes() == b"GGUF and so on"
     assert os.listdir(tmp_path) == ["model.gguf"]
+
+
+@pytest.mark.needs("os.mkfifo")
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    """A user who may write to /dev would lose /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(NotRegularError, match="is not a regular file"), new_file(pipe):
+        pass
+    assert pipe.is_fifo()
+    assert [*tmp_path.iterdir()] == [pipe]
 
 
 def test_an_older_session_is_replaced(tmp_path: Path) -> None:
