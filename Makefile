@@ -50,7 +50,7 @@ demo: $(VENV)/.package  ## ten facts of one document: what a small cache still k
 # their order, so that the short ones of tests/unit are last, and no worker waits long for the other.
 WORKERS ?= 2
 test: install test-cpp  ## all tests but those of `make test-models`, two files at a time
-	@echo "Running the Python tests, $(WORKERS) files at a time: about 12 minutes on 2 cores."
+	@echo "Running the Python tests, $(WORKERS) files at a time: 10 to 20 minutes on 2 cores."
 	$(BIN)/python -m pytest -m "not models" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Apart from `make test`, because counting lines makes the tests a quarter to a third slower.
@@ -66,7 +66,7 @@ test-cpp: $(VENV)/.tools  ## the C++ tests under the address and undefined behav
 		-DENTROPYKV_SANITIZE=ON -DENTROPYKV_WARNINGS_AS_ERRORS=ON \
 		-DCMAKE_BUILD_TYPE=RelWithDebInfo > /dev/null
 	PATH="$(BIN):$$PATH" cmake --build build/cpp
-	@echo "Running the C++ tests, two at a time: about 3 minutes."
+	@echo "Running the C++ tests, two at a time: 2 to 4 minutes."
 	@printf 'build/cpp/%s\n' $(CPP_TESTS) | xargs -P 2 -I{} sh -c '{} || { echo "{} has failed"; exit 1; }'
 
 # The kernels on CPUs with and without dot products. The tests that wait for threads would take an

@@ -40,7 +40,7 @@ from tests.support.reference import (
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("score", ["streaming", "mass", "attention"])
 @pytest.mark.parametrize("where", ["ram", "disk"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     budgets=budget_lists,
     todo=operations,
@@ -64,7 +64,7 @@ def test_what_the_budget_does_not_hold_is_frozen_as_it_was(
 
 
 @pytest.mark.parametrize("score", ["mass", "attention", "products"])
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     budgets=budget_lists,
     todo=operations,

@@ -150,7 +150,7 @@ def perform(pair: Pair, operation: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("score", SCORES)
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     budgets=budget_lists,
     todo=operations,
@@ -179,7 +179,7 @@ def test_random_operations_keep_what_the_oracle_keeps(
 
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 @pytest.mark.parametrize("measure", MEASURES)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     budgets=budget_lists,
     todo=operations,
