@@ -79,7 +79,7 @@ class Times:
 
 
 def measure_speed(options: argparse.Namespace, budget: float) -> None:
-    """Print one line of speeds for the prompt, and one for the tokens that are written."""
+    """Print a line of speeds for the prompt, and one for written tokens; exits without biases."""
     model, n_ctx = find_model(options.model), options.tokens + options.written
     settings = {"n_ctx": n_ctx, "kv_budget": budget, "kv_type": "q8_0", "policy": options.policy}
     settings |= {"n_threads": options.t, "fixed_threads": True, "store": "headwise"}

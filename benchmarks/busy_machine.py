@@ -1,8 +1,8 @@
 """Measure speed on a machine that is not idle, with stock llama.cpp for comparison.
 
 A busy loop is pinned to one core, or a cgroup gives less than all cores. Every round measures all
-numbers of threads in turn, each in a process of its own; ratios are to one thread of entropykv in
-the same round, under the same load:
+numbers of threads in turn, each in a process of its own; ratios are to the first of --kinds (by
+default one thread of entropykv) in the same round, under the same load:
 
 python benchmarks/busy_machine.py [-m model.gguf] [--loads idle,busy,quota] [--clients 8]
 

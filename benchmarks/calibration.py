@@ -1,7 +1,7 @@
 """Compare calibration by entropykv with calibration through transformers (eager attention).
 
-`entropykv calibrate` runs twice: with -m (the quantised GGUF file, as users run it), and with --hf
-(the same weights, dequantised to float32). Each run is a process of its own and reads the same
+`entropykv calibrate` runs with -m (the quantised GGUF file), with and without loss curves, and with
+--hf (the same weights, dequantised to float32). Each run is a process of its own and reads the same
 texts. Prints the elapsed seconds and the CPU seconds, and how much the entropies of the same tokens
 differ. Run it on an otherwise idle machine:
 

@@ -65,7 +65,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Result:
-    """Hold the figures of one conversation: bytes, and tokens per second."""
+    """Hold the figures of a conversation: bytes, tokens per second, and shares of right answers."""
 
     tokens: int
     rss_growth: int

@@ -141,7 +141,7 @@ def measure_together(sessions: Sequence[Session], length: int, written: int) -> 
     """Return the tokens per second of sessions that read single tokens at the same time, and how
     many a step reads on average.
 
-    Each session has read a prompt before.
+    Each session first reads a prompt of `length` tokens, which is not timed.
     """
     for session in sessions:
         session.decode(tokens_of(length))

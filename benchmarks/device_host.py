@@ -8,9 +8,10 @@ The device, of tests/support/idle_device.py, takes 20 microseconds for every wai
 and computes nothing, so the time of a step is the host's alone. The model has the shape of an 8B
 model and no weights. Prints for single tokens, and for the last micro-batches of a prompt: the
 microseconds of a step, by how much they are more than those of llama.cpp's own full cache on the
-same device, and what the step asked of the device. With --node-us, the device is busy for so long
-with each node of a graph, and "unused" are the microseconds of a step in which it had nothing to
-do. Figures are the least of several rounds, since other processes make them larger.
+same device (with --sequences: than those of the first policy), and what the step asked of the
+device. With --node-us, the device is busy for so long with each node of a graph, and "unused" are
+the microseconds of a step in which it had nothing to do. Figures are those of the fastest of
+several rounds, since other processes make them larger.
 """
 
 from __future__ import annotations
@@ -143,8 +144,8 @@ def opened(path: Path, options: argparse.Namespace, **store: Any) -> Any:
 
 
 def main() -> None:
-    """Measure llama.cpp's own cache and every policy, and print rows for a micro-batch and for a
-    token.
+    """Print rows for a micro-batch and for a token: of llama.cpp's own cache, if there is one
+    sequence, and of every policy.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b")

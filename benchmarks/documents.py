@@ -33,7 +33,7 @@ ANSWER_TOKENS = 12
 
 
 def first_token(session: Session) -> int:
-    """Return the first token of the answer to the question."""
+    """Return the first token of the answer to QUESTION."""
     return next(session.generate(session.question(QUESTION), 1, temperature=0.0))
 
 

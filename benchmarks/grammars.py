@@ -38,8 +38,8 @@ SHORT = {"type": "object", "properties": {"name": {"type": "string", "maxLength"
 
 
 def rows(model: Model, constraint: Constraint, gbnf: str, n: int) -> Iterator[tuple[float, float]]:
-    """Yield for every token of a random text the seconds of both samplers; both must allow the
-    token.
+    """Yield the seconds of both samplers for every token of a random text, of up to `n` tokens that
+    both allow.
     """
     ours = ConstraintSampler(constraint, model.token_texts())
     theirs = llama_cpp.llama_sampler_init_grammar(model.vocabulary, gbnf.encode(), b"root")

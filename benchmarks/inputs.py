@@ -1,4 +1,4 @@
-"""Provide the texts and models of the benchmarks, and the memory of processes."""
+"""Provide texts and models for the benchmarks, and the memory of processes; turn learning off."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RealModel:
 
     @property
     def is_there(self) -> bool:
-        """Tell whether the file has been fetched."""
+        """Tell whether the file is there, with all of its bytes."""
         return self.path.is_file() and self.path.stat().st_size == self.n_bytes
 
 
@@ -95,7 +95,9 @@ def find_model(path: str | None) -> str:
 
 
 def read_texts(pattern: str) -> dict[str, str]:
-    """Return the texts of benchmarks/texts whose names match the pattern, by name."""
+    """Return the texts of benchmarks/texts whose file names match the pattern, by name without
+    suffix.
+    """
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob(pattern))}
 
 
@@ -111,7 +113,7 @@ _PADDING: dict[str, Callable[[int], object]] = {
 class BitNetShape:
     """Hold the sizes of a 1.58-bit model; the defaults are those of microsoft/bitnet-b1.58-2B-4T.
 
-    Architecture llama has no sub-norms and a separate output head, as Falcon3 and Llama3-8B-1.58.
+    Architecture llama has a separate output head and no sub-norms, as Falcon3 and Llama3-8B-1.58.
     """
 
     architecture: str = "bitnet-b1.58"

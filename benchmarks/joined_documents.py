@@ -31,7 +31,10 @@ _EXACT, _SECOND, _JOINED, _ASKED = range(4)
 
 
 class Cells:
-    """Hold the cells of a stock llama.cpp context, in which sequences can share cells."""
+    """Hold the cells of a stock llama.cpp context, which sequences can share.
+
+    The methods raise RuntimeError if llama.cpp cannot read or remove tokens.
+    """
 
     def __init__(self, model: str, n_ctx: int, n_threads: int) -> None:
         """Load the model, and make a context of n_ctx cells for four sequences."""

@@ -36,7 +36,7 @@ class Form(NamedTuple):
 
 
 def rounded(rows: Floats) -> Floats:
-    """Round rows [n][dim] to q8_0."""
+    """Return rows [n][dim], rounded to the values that q8_0 can hold."""
     blocks = rows.reshape(len(rows), -1, BLOCK)
     scale = np.float16(np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float64)
     steps = np.clip(np.rint(blocks / np.where(scale > 0, scale, 1)), -127, 127)
@@ -64,7 +64,7 @@ def forms(keys: Floats, bias: Floats, spread: Floats, node: _core.AttentionNode)
 
 def divergence(queries: Floats, keys: Floats, other: Floats, first: int) -> float:
     """Return the mean KL divergence between the attention of queries [n][heads][dim] to keys and to
-    `other`, [T][dim] each.
+    `other`, [T][dim] each; query i is that of position `first` + STEP * i.
     """
     seen = np.arange(len(keys)) <= first + STEP * np.arange(len(queries))[:, None, None]
 

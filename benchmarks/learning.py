@@ -1,4 +1,5 @@
-r"""Measure how well a predictor predicts that was learnt from few tokens, and what learning costs.
+r"""Measure how well a predictor predicts after it was learnt from few tokens, and what learning
+costs.
 
 For each text, a predictor is fitted to its first tokens, chunk by chunk, as sessions do, and tested
 with the other texts: Pearson's r of predicted and true logarithms, the mean over all KV heads. With
@@ -98,7 +99,9 @@ def _r(growing: GrowingPredictor, others: Lessons) -> float:
 
 
 def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[str]) -> None:
-    """Print tokens per second of CPU time of all threads, a line for each session of `readers`."""
+    """Print tokens per second of CPU time of all threads, a line for each session of `readers`; the
+    cache directory of the process is then a new one.
+    """
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     for reader in readers:
         for number, session in enumerate(_sessions(reader, model, n_tokens, n_threads)):

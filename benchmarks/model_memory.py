@@ -23,7 +23,7 @@ def states(server: Server) -> dict[str, Any]:
 
 
 def ask(server: Server, model: str) -> None:
-    """Let a model read a prompt, and write a few tokens."""
+    """Let a model read a prompt and write a few tokens; exits if the server answers an error."""
     body = {"model": model, "prompt": "word " * WORDS, "max_tokens": 8, "temperature": 0}
     answer = server.post("/v1/completions", json.dumps(body))
     if answer.status_code != 200:

@@ -6,10 +6,10 @@ python benchmarks/parallel.py [-m model.gguf] [--clients 1,2,4,8] [--prompt 1000
 With --clients "", only forks are measured: questions about one document, asked by forks of the
 session that has read it, and by sessions that each read it.
 
-Both sides use the same threads. The pool has as many bytes as llama.cpp's cache, and with
---kv-budget a part of them. Stock llama.cpp reads the prompts one after the other, then decodes one
-token of every sequence per step, through llama-cpp-python's low-level calls; it samples greedily,
-as the pool does.
+Both sides use the same threads. The pool has the bytes of llama.cpp's cache, times --kv-budget, and
+a tenth more, for pages that are not full. Stock llama.cpp reads the prompts one after the other,
+then decodes one token of every sequence per step, through llama-cpp-python's low-level calls; it
+samples greedily, as the pool does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Streams:
 def in_a_pool(
     path: str, prompts: list[list[int]], write: int, budget: str, threads: int
 ) -> Streams:
-    """Let all clients start at once and write in a pool; return the times of their tokens."""
+    """Let all clients start at once and write in a pool; return the times of their tokens. Exits if
+    the pool exceeds its budget.
+    """
     n_ctx = max(map(len, prompts)) + write + 1
     streams = Streams([0.0] * len(prompts), [[] for _ in prompts])
     options: dict[str, Any] = {"n_sequences": len(prompts), "n_ctx": n_ctx, "n_ubatch": PIECE}
@@ -143,7 +145,9 @@ def report(name: str, n: int, streams: Streams) -> None:
 
 
 def newcomer(path: str, prompts: list[list[int]], budget: str, threads: int) -> None:
-    """Measure one client that sends a prompt while all the others write without an end."""
+    """Print after how many seconds a new client gets its first token, in median and at worst, while
+    all other clients write, and their longest pause.
+    """
     n, n_ctx = len(prompts), max(map(len, prompts)) + 1024
     pauses: list[list[float]] = [[] for _ in prompts]
     waits: list[float] = []
@@ -185,7 +189,9 @@ def ask(session: Any, question: list[int]) -> list[int]:
 
 
 def forks(path: str, document: list[int], questions: list[list[int]], threads: int) -> None:
-    """Compare questions about one document: asked by forks, and by sessions that each read it."""
+    """Compare questions about one document: asked by forks, and by sessions that each read it.
+    Exits if the answers differ.
+    """
     n = len(questions)
     n_ctx = len(document) + max(map(len, questions)) + ANSWER + 1
     options: dict[str, Any] = {"n_ctx": n_ctx, "n_ubatch": PIECE, "kv_type": "f16"}

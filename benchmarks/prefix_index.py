@@ -49,7 +49,9 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def measure(length: int, n_texts: int, common: int) -> None:
-    """Print the times of lookups among texts that share `common` tokens with a prompt."""
+    """Print the times of lookups among texts that share `common` tokens with a prompt; exits if
+    index and scan disagree.
+    """
     beginning, demand = numbers(common), Demand()
     end = numbers(length - common - min(64, length - common))
     texts = {

@@ -2,18 +2,17 @@
 
 python benchmarks/scale_simulation.py [--users 1000] [--budget 1024] [--replicas 8,16,32]
 
-Bytes of a conversation are those that `entropykv plan` computes from the model's shape (default:
-the shape of Llama 3.1 8B). Speeds are options, in CPU milliseconds of one core for a token. By
-default, they are those that were measured with SmolLM2-135M (docs/background/quality-and-speed.md),
-multiplied by the ratio of the parameters, which is an estimate and not a measurement. A
-conversation that writes alone reads all weights for every token, so that the speed of memory limits
-it, too. --batch-gain is the speed of 16 clients together, divided by that of one
-(docs/background/pools.md).
+Bytes of a conversation are those that `entropykv plan` computes from the model's shape (that of
+Llama 3.1 8B). Speeds are options, in CPU milliseconds of one core for a token. By default, they are
+those that were measured with SmolLM2-135M (docs/background/quality-and-speed.md), multiplied by the
+ratio of the parameters, which is an estimate and not a measurement. A conversation that writes
+alone reads all weights for every token, so that the speed of memory limits it, too. --batch-gain is
+the speed of 16 clients together, divided by that of one (docs/background/pools.md).
 
 A user asks, reads the answer, thinks, and asks again. A replica has --cores cores, reads prompts
 one after the other, and gives half of its time to conversations that write while a prompt is read.
-Requests reach the replica of their conversation (`affinity`), or any one (`anywhere`), which must
-read the whole conversation again if it does not hold it.
+Requests reach the replica of their conversation (`affinity`), or the least busy one (`anywhere`),
+which must read the whole conversation again if it does not hold it.
 """
 
 from __future__ import annotations
@@ -80,7 +79,9 @@ def main() -> None:
 
 
 def conversation_bytes(entries: int, n_ctx: int, kv_type: str) -> int:
-    """Return the bytes of the pages of one conversation, as `entropykv plan` computes them."""
+    """Return the bytes of the pages of one conversation with an 8B model, of `entries` entries per
+    KV head, as `entropykv plan` computes them.
+    """
     geometry = ModelGeometry(
         path=Path("8b.gguf"), architecture="llama", name="8B", n_layer=32, n_head=32,
         heads_per_layer=(32,) * 32, kv_heads_per_layer=(8,) * 32, head_dim_k=128, head_dim_v=128,

@@ -43,7 +43,7 @@ def start(model: str, threads: int) -> tuple[subprocess.Popen[str], str]:
 def one_request(client: openai.OpenAI, index: int) -> float:
     """Return the seconds of one answer of 16 tokens.
 
-    By their index, requests are whole, streamed, of a chat, or refused.
+    The index decides whether the request is whole, streamed, of a chat, or refused.
     """
     begin = time.perf_counter()
     options: dict[str, Any] = {"model": "any", "max_tokens": 16}

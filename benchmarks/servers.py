@@ -44,21 +44,23 @@ SECONDS = 900
 
 @dataclass
 class Answers(Streams):
-    """Record when clients received tokens, and which streams were interrupted."""
+    """Record when clients received tokens, and the errors of streams that failed."""
 
     failures: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[str]:
-    """Run a server on a free port; yield its address once it is ready."""
+    """Do what running_process() does, but yield only the address of the server."""
     with running_process(command) as (url, _):
         yield url
 
 
 @contextlib.contextmanager
 def running_process(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Run a server on a free port; yield its address and its process once it is ready."""
+    """Run a server on a free port; yield its address and its process once it is ready. Exits if it
+    ends before that.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -126,7 +128,9 @@ def stream_all(url: str, prompts: list[list[int]], options: dict[str, Any]) -> A
 
 
 def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, Any]) -> None:
-    """Measure one client that sends a prompt while the others write."""
+    """Print after how many seconds a client gets its first token, measured up to three times, while
+    all other clients write.
+    """
     writers, waits, enough = len(prompts) - 1, [], Event()
     answers = Answers([0.0] * writers, [[] for _ in range(writers)])
     with ThreadPoolExecutor(writers) as clients:
@@ -157,8 +161,8 @@ def newcomer(name: str, url: str, prompts: list[list[int]], options: dict[str, A
 def commands(
     options: argparse.Namespace, n: int, longest: int, n_bytes: int, fits: int | None = None
 ) -> dict[str, list[str]]:
-    """Return the commands of both servers for n conversations of at most `longest` tokens, in
-    n_bytes bytes.
+    """Return the commands of the servers of --only for n conversations of at most `longest` tokens,
+    in n_bytes bytes.
 
     `fits`: the number of conversations for which llama-server has room; None: all of them.
     """

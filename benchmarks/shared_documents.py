@@ -118,7 +118,7 @@ def measure(model: str, document: Path, budget: str) -> None:
 
 
 def compare_speeds(model: str, documents: list[str]) -> None:
-    """Print the tokens per second after loading each document, in turns, with a budget for all."""
+    """Print the tokens per second after loading each document, in turns, with room for all."""
     with Session(model, n_ctx=N_CTX, kv_budget="1.0") as session:
         for _ in range(N_TURNS):
             for document in documents:

@@ -52,7 +52,7 @@ SAMPLES = 10
 
 @dataclass
 class Tally:
-    """Count the outcomes of all requests, and right answers about facts."""
+    """Hold the outcomes of all requests, right answers about facts, times, and memory."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     hostile: Counter[str] = field(default_factory=Counter)
@@ -134,9 +134,7 @@ class Client:
             self._tally.wrong += [wrong] if wrong else []
 
     def _answer(self, prompt: str, n_tokens: int, *, leaves: bool = False, **more: Any) -> str:
-        """Stream an answer, and return its text; with `leaves`, close the connection in the
-        middle.
-        """
+        """Stream an answer, and return its text; with `leaves`, the client may disconnect early."""
         body = {"prompt": prompt, "max_tokens": n_tokens, "temperature": 0, "stream": True, **more}
         if self._n % 2:
             body["user"] = f"{self._name}, {self._n}"
@@ -171,7 +169,7 @@ class Client:
 
 
 def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
-    """Let all clients send requests until there were enough; return the counts."""
+    """Let all clients send requests until --requests normal ones have begun; return the counts."""
     tally, begun, lock = Tally(), 0, threading.Lock()
 
     every = max(1, options.requests // SAMPLES)
@@ -201,7 +199,7 @@ def figures(url: str) -> dict[str, float]:
 
 
 def report(tally: Tally, found: dict[str, float], seconds: float) -> bool:
-    """Print all results; return whether nothing was lost."""
+    """Print all results; return whether no request was lost and no error is in `tally.wrong`."""
     print(f"{tally.n_done} requests in {seconds:.0f} s: {dict(tally.outcomes)}")
     print(
         f"first token: median {statistics.median(tally.first):.2f} s, worst {max(tally.first):.2f}"

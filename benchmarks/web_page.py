@@ -237,7 +237,9 @@ MEASURE = """async (seconds) => {
 
 
 def page_speed() -> None:
-    """Print frames per second and CPU of the page, idle and with the mouse over the map."""
+    """Print frames per second of the page and the browser's CPU time, with the mouse still and
+    moving over the map; without Chromium a note.
+    """
     chromium = shutil.which("chromium")
     if chromium is None:
         print("no Chromium: the page is not measured")
@@ -301,7 +303,7 @@ def busy_seconds() -> float:
 
 
 def main() -> None:
-    """Measure what the web page costs the server, and print it."""
+    """Print what the web page costs the server and the browser."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

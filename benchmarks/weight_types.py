@@ -72,7 +72,9 @@ def _load(pipe: Connection, path: Path, threads: int, stock: bool) -> None:
 
 
 def memory(path: Path, threads: int, *, stock: bool) -> float:
-    """Return the resident MiB of a process that has loaded a model."""
+    """Return the resident MiB of a process that has loaded a model and read a few tokens: with
+    stock llama.cpp, or else in a Session.
+    """
     start = multiprocessing.get_context("spawn")
     here, there = start.Pipe()
     process = start.Process(target=_load, args=(there, path, threads, stock))

@@ -39,7 +39,7 @@ def with_threads(path: str) -> None:
 
 
 async def with_asyncio(path: str) -> None:
-    """Use llama-cpp-python's interface, with one EntropyLlama per concurrent request."""
+    """Use llama-cpp-python's interface: two objects of one pool, each for one request at a time."""
     first = EntropyLlama(
         path, n_sequences=2, n_ctx=2048, n_ubatch=128, kv_budget=4096, verbose=False
     )

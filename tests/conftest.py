@@ -1,6 +1,4 @@
-"""Provide fixtures of real and tiny models, and check that no test leaves a file outside its
-folder.
-"""
+"""Provide fixtures, skip what this system cannot run, and check that tests leave no files."""
 
 from __future__ import annotations
 
@@ -135,7 +133,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def pair(tiny_llama: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
-    """Open an EntropyLlama with a full budget, and a stock Llama, for the module's stores."""
+    """Open an EntropyLlama with a full budget, and a stock Llama, once for each store."""
     from tests.support.llamas import both  # noqa: PLC0415  # few tests need llama_cpp.Llama
 
     yield from both(tiny_llama, store)
@@ -157,7 +155,7 @@ def llm(tiny_llama: Path, store: str) -> Iterator[EntropyLlama]:
 
 @pytest.fixture
 def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Chat:
-    """Run a piped conversation to its end; returns stdout and stderr."""
+    """Return a function that runs a piped conversation to its end; it returns stdout and stderr."""
     from tests.support.chats import piped  # noqa: PLC0415
 
     return piped(monkeypatch, capsys)
@@ -165,7 +163,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def command(tiny_llama: Path, tmp_path: Path) -> Command:
-    """Run `entropykv eval` on a tiny model."""
+    """Return an object that runs `entropykv eval` on tiny_llama."""
     from tests.support.eval_command import Command  # noqa: PLC0415
 
     return Command(tiny_llama, tmp_path)

@@ -138,7 +138,7 @@ class Continued:
         return result
 
     def truncate(self, position: int) -> None:
-        """Remove the tokens from `position` on, which must lie after the prompt."""
+        """Remove the tokens from `position` on, which is at least the length of the prompt."""
         self.position = position
         for layer, kept in zip(self._cache.layers, self._kept, strict=True):
             n_entries = kept.shape[1] + position - self._n_prompt

@@ -41,7 +41,7 @@ def blocks(entries: float) -> int:
 
 
 def eviction(aggregation: str, keep: float, n_prompt: int) -> Any:
-    """Return the configuration that keeps the share `keep` of a prompt."""
+    """Return the configuration that keeps the share `keep` of a prompt, in whole blocks."""
     size = blocks(keep * n_prompt)
     recent = blocks(RECENT_SHARE * size)
     mode = getattr(genai.AggregationMode, aggregation)

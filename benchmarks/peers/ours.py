@@ -24,7 +24,7 @@ These bytes are the keep ratio's share of the full cache in f16.
 """
 
 STOCK = "stock llama.cpp, full cache"
-"""The name of the method with which speeds and scores of others are compared."""
+"""The name of the method with which the speeds and scores of all other methods are compared."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Run:
 
 
 class StockReference:
-    """Run stock llama.cpp, at most once for each text and measure."""
+    """Run stock llama.cpp, and remember the logits and the greedy tokens of the last passage."""
 
     def __init__(self, run: Run) -> None:
         """Load the model."""
@@ -82,7 +82,7 @@ class StockReference:
         return speed(self.session, passage, n_tokens)
 
     def greedy(self, passage: Passage, n_tokens: int) -> list[int]:
-        """Return the most probable tokens after the prompt."""
+        """Return the first `n_tokens` tokens that the model writes greedily after the prompt."""
         if self._greedy is None or self._greedy[0] != passage:
             self.session.reset()
             logits = self.session.decode(passage.prompt)

@@ -1,4 +1,4 @@
-"""Define the inputs and the results of all frameworks."""
+"""Define the measures, inputs and results that all frameworks have in common."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Passage:
-    """Hold a text in llama.cpp's tokens: a prompt, and its continuation."""
+    """Hold a text in llama.cpp's tokens: a prompt, with its continuation or with questions."""
 
     name: str
     prompt: tuple[int, ...]

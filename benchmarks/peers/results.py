@@ -52,18 +52,18 @@ class ResultFile:
     """Keep a JSON line for every method and text, so that none is measured again."""
 
     def __init__(self, path: Path | None) -> None:
-        """Read the results of an earlier run; an incomplete line is measured again."""
+        """Read the results of an earlier run, if any; an incomplete line is measured again."""
         self._path = path
         text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
         self.results = [result for line in text.splitlines() if (result := _read(line)) is not None]
 
     def pending(self, methods: Iterable[Method], text: str, protocol: str) -> list[Method]:
-        """Return the methods without a result for this text."""
+        """Return the methods that have no result for this text and protocol."""
         done = {r.method for r in self.results if (r.text, r.protocol) == (text, protocol)}
         return [method for method in methods if method not in done]
 
     def add(self, result: Result) -> None:
-        """Add a result, and write it to disk at once."""
+        """Add a result, and write it to disk at once if there is a file."""
         self.results.append(result)
         if self._path is None:
             return

@@ -31,7 +31,7 @@ class CheckError(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """Hold stock llama.cpp's logits for TOKENS, and what it writes after the first of them."""
+    """Hold stock llama.cpp's logits for TOKENS, and what it writes after PROMPT_TOKENS of them."""
 
     micro_batches: Logits
     one_by_one: Logits
@@ -65,7 +65,7 @@ class Outcome:
 
     @classmethod
     def of(cls, path: Path, store: str, rounding: float) -> Outcome:
-        """Run the checks; every failure is recorded in the result."""
+        """Run the checks; every failure and every refusal is recorded in the result."""
         outcome = cls()
         try:
             served = serve(path, store, rounding)
@@ -98,7 +98,7 @@ def check(model: Architecture) -> ArchitectureCheck:
 
 
 def serve(path: Path, store: str, rounding: float) -> Served:
-    """Compare a store with a full budget with stock llama.cpp, which reads in the same way.
+    """Compare a store that has a full budget with stock llama.cpp, which reads in the same way.
 
     Raises UnsupportedModelError if the store refuses the model, CheckError if it differs.
     """
@@ -140,7 +140,7 @@ def worst(one: Served, other: Served) -> Served:
 
 
 def chosen(session: Session, text: list[int]) -> npt.NDArray[np.int64]:
-    """Return the greedy choices after the prompt, and after each token of a text."""
+    """Return the greedy choices after the prompt and after each token of a text but the last."""
     rows = [next_logits(session, TOKENS[:PROMPT_TOKENS])]
     rows += [next_logits(session, [token]) for token in text[:-1]]
     return np.stack(rows).argmax(axis=1)
@@ -148,7 +148,7 @@ def chosen(session: Session, text: list[int]) -> npt.NDArray[np.int64]:
 
 def evict(path: Path, store: str) -> str | None:
     """Read more than a budget of half the context holds; returns the message of a store that
-    refuses.
+    refuses, or else None.
     """
     try:
         stay_inside_half(path, store)

@@ -1,4 +1,4 @@
-"""Describe models with recurrent layers, latent or sparse attention, ALiBi, or without a cache."""
+"""Describe models with recurrent layers, latent, sparse or unfused attention, ALiBi or no cache."""
 
 from __future__ import annotations
 

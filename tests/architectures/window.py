@@ -1,4 +1,4 @@
-"""Describe models in which some or all layers attend only to a window of the newest positions."""
+"""Describe models whose layers attend to a window, or to the K and V of an earlier layer."""
 
 from __future__ import annotations
 

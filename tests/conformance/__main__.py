@@ -4,8 +4,8 @@ wrongly.
 python -m tests.conformance FOLDER [--cases FILE]
 
 FOLDER: the suite, such as json/ in the sources of the package jsonschema. Ends with 1 if an invalid
-text is accepted, if a schema is refused with more than one sentence, or if more valid texts are
-rejected than by llguidance with its own options.
+text is accepted, if a schema is refused with more than one sentence, or if valid texts are rejected
+for more schemas than by llguidance with its own options.
 """
 
 from __future__ import annotations

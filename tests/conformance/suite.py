@@ -75,7 +75,7 @@ def cases(suite: Path, draft: str) -> Iterator[Case]:
 
 def with_types(case: Case) -> Case | None:
     """Return a case whose schema states the types that its keywords imply; None if it states them
-    already.
+    already, or if jsonschema refuses it.
 
     The package jsonschema decides which texts are valid then.
     """
@@ -97,7 +97,7 @@ def judged(case: Case, takes: Callable[..., list[bool]]) -> Counts:
     """Count how the schema and the texts of a case are treated by `takes`.
 
     `takes(schema, *texts)` returns whether each text is accepted, and raises ValueError for a
-    schema that it refuses. Other errors are counted as failures.
+    schema that it refuses; a message of several lines or more than 600 characters is a failure.
     """
     counts = Counts(schemas=1)
     try:

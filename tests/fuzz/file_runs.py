@@ -26,7 +26,9 @@ MOST_BYTES = 192 << 20
 
 
 def run_files(seed: int, folder: Path) -> str:
-    """Save a session, then load files that were made from it; returns a one-line description."""
+    """Load files made from a saved session; returns a one-line description. Raises for broken
+    promises.
+    """
     chance = random.Random(f"file {seed}")
     if chance.random() < 0.3:
         return _in_pool(chance, folder)

@@ -125,7 +125,7 @@ def _field(chance: random.Random, file: _File) -> str:
 
 
 def _number(chance: random.Random, file: _File) -> str:
-    """Change a count of the contents slightly, or a number in its lists."""
+    """Change a count of the contents, or one of its lists."""
     contents = file.header["contents"]
     names = [name for name, value in contents.items() if isinstance(value, int | list)]
     name = chance.choice(names)

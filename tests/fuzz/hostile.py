@@ -18,7 +18,7 @@ from typing import Any
 SECONDS = 30.0
 """Seconds in which a server must answer any request, or close the connection."""
 EXPECTED = {200, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 422, 429, 431, 501, 503, 504}
-"""Status codes of answers to invalid requests; 421 and 426 do not apply to this server."""
+"""The status codes that answers may have; 421 and 426 do not apply to this server."""
 FIELDS = (
     "prompt",
     "messages",
@@ -339,7 +339,7 @@ def slow_reader(chance: random.Random, port: int) -> Outcome:
 
 
 def many_connections(chance: random.Random, port: int) -> Outcome:
-    """Open connections and send nothing."""
+    """Open connections and send nothing; then ask for /health."""
     with contextlib.ExitStack() as stack:
         for _ in range(chance.choice((10, 60))):
             stack.enter_context(_connection(port))
@@ -348,7 +348,7 @@ def many_connections(chance: random.Random, port: int) -> Outcome:
 
 
 def many_viewers(chance: random.Random, port: int) -> Outcome:
-    """Open viewers, sometimes more than are allowed, and disconnect while they are served."""
+    """Open viewers, sometimes more than are allowed, and ask for /health while they are served."""
     with contextlib.ExitStack() as stack:
         for _ in range(chance.choice((3, 25))):
             client = stack.enter_context(_connection(port))

@@ -47,8 +47,8 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Header:
-    """Hold the parts of a GGUF file: the bytes before the metadata, each key, and the bytes after
-    it.
+    """Hold the parts of a GGUF file: the bytes of each key, of the tensors' headers, and of their
+    data.
     """
 
     name: str

@@ -100,7 +100,7 @@ OPERATIONS: dict[str, Callable[..., None]] = {
 
 
 def random_operation(chance: random.Random, model: FuzzModel, session: Session) -> Operation:
-    """Return an operation that is possible at the session's position."""
+    """Return an operation that a session may be asked for at its position; it can be refused."""
     kinds = ["decode"] * 8 + ["generate"] * 3 + ["resize"] * 2 + ["truncate"] * 2
     kinds += ["reload", "map"]
     kinds += ["reset"] if chance.random() < 0.2 else []

@@ -295,7 +295,7 @@ class _Run:
         self.n_compared += 1
 
     def _by_oracle(self, session: Session, token: int) -> Any:
-        """Return the logits that the next token must have; None if the budget holds everything."""
+        """Return the logits that the next token must have; None if no oracle can compute them."""
         if self._fresh is not None or not session.position:
             return None
         slot, runner = session._slot, session._runner

@@ -16,7 +16,7 @@ Heads = list[tuple[int, int]]
 
 
 class Broken(AssertionError):  # noqa: N818
-    """Raised if a session breaks a promise; says which."""
+    """Raised if a session or a server breaks a promise; its text is the promise."""
 
 
 def require(holds: object, promise: str) -> None:
@@ -52,7 +52,7 @@ def frozen_positions(session: Session, layer: int, head: int) -> Positions:
 
 
 def snapshot(session: Session) -> list[list[int]]:
-    """Return the entries of every KV head that are kept or frozen."""
+    """Return the positions that each KV head keeps or has frozen, ascending."""
     return [
         sorted({*session.cache.entries(*head).tolist(), *frozen_positions(session, *head).tolist()})
         for head in heads_of(session)

@@ -54,7 +54,8 @@ def possible_session(
 ) -> tuple[dict[str, Any], Session, int]:
     """Open a session with the first of the drawn settings that is not refused.
 
-    Returns the settings, the session, and how many settings were refused before.
+    Returns the settings, the session, and how many were refused before; Broken is raised if all
+    are.
     """
     for n_refused in range(_ATTEMPTS):
         options = {"store": "auto", **draw()}
@@ -139,7 +140,7 @@ class Run:
         self.watch.after(operation)
 
     def finish(self) -> None:
-        """Compare with stock llama.cpp, and with another number of threads; then close."""
+        """Compare with stock llama.cpp, sometimes with another number of threads; close twice."""
         self._compare_with_stock()
         if self.session.cache.store == "headwise" and self.chance.random() < 0.4:
             self._compare_with_threads()

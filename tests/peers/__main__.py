@@ -36,7 +36,7 @@ _REPOSITORIES = (
 
 
 def report_of(sources: Path, files: list[str]) -> dict[str, dict[str, str]]:
-    """Run the files; return the outcome of each test, and the reason of each failure."""
+    """Run the files; return the report of plugin.py: "outcomes", and "reasons" of failures."""
     work = sources.parent.resolve()
     model = work / "models" / "talkative.gguf"
     model.parent.mkdir(exist_ok=True)

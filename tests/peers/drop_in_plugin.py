@@ -1,5 +1,5 @@
 """Let pytest run llama-cpp-python's own tests with other models, and with EntropyLlama if the
-variable PEER_CLASS says so.
+variable PEER_CLASS is not empty.
 
 PEER_REPORT names the file that gets the outcome of every test, as JSON, and PEER_MODELS the files
 that take the place of those at the Hub, by their repositories.

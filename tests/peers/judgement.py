@@ -1,4 +1,4 @@
-"""Say which of llama.cpp's server tests entropykv is meant to fail, and why."""
+"""Say which tests of llama.cpp's server are run, and which ones entropykv is meant to fail."""
 
 from __future__ import annotations
 

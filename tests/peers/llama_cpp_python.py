@@ -42,7 +42,9 @@ def models_in(folder: Path) -> dict[str, str]:
 
 
 def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict[str, str]]:
-    """Run the tests with llama_cpp.Llama, or with EntropyLlama if `kind` is not empty."""
+    """Run the tests with llama_cpp.Llama, or EntropyLlama if `kind` is not empty; return the
+    report.
+    """
     work = sources.parent.resolve()
     report = work / f"report-{kind or 'Llama'}.json"
     report.unlink(missing_ok=True)
@@ -62,7 +64,9 @@ def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict
 
 
 def main() -> int:
-    """Compare the outcomes of both classes; return 1 if EntropyLlama fails more."""
+    """Compare the outcomes of both classes; return 1 if EntropyLlama fails a test that it should
+    pass, or if the numbers of tests differ.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path)
     options = parser.parse_args()

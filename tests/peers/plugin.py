@@ -1,6 +1,7 @@
 """Let pytest run the tests of llama.cpp's server against another program and other models.
 
-PEER_REPORT names the file that gets the outcome of every test, as JSON.
+PEER_REPORT names the file that gets the outcome of every test, as JSON, and PEER_MODELS the files
+that replace downloads, by the ends of their addresses.
 """
 
 from __future__ import annotations

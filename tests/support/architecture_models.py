@@ -1,4 +1,4 @@
-"""Provide a few models of every kind of layer, and sessions of them."""
+"""Write models of tests/architectures, and open sessions of them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ IMPORTANCE_TOLERANCE = 1e-4
 
 
 def assert_near(found: Any, expected: Any, rtol: float, atol: float = 0.0) -> None:
-    """Assert what assert_allclose does, which is slow, and called only to show differences."""
+    """Assert what assert_allclose does, which is slow, so that it only shows differences."""
     found, expected = np.asarray(found), np.asarray(expected)
     if found.shape == expected.shape:
         with np.errstate(invalid="ignore"):
@@ -45,7 +45,7 @@ def assert_near(found: Any, expected: Any, rtol: float, atol: float = 0.0) -> No
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Assert what assert_array_equal does, which is slow, and called only to show differences."""
+    """Assert what assert_array_equal does, which is slow, so that it only shows differences."""
     if not np.array_equal(found, expected):
         np.testing.assert_array_equal(found, expected)
 
@@ -127,7 +127,7 @@ class Layer:
     def read(
         self, n_tokens: int, k_size: float = 1.0, options: Options | None = None
     ) -> tuple[Array, Floats]:
-        """Read a random micro-batch; returns the outputs of the store and of the oracle."""
+        """Read a random micro-batch; returns the outputs of store and oracle, by reader."""
         options = options or Options(self.k_dim**-0.5)
         options = replace(options, window=self.window, chunked=self.chunked)
         queries = [

@@ -58,7 +58,9 @@ class Watched:
             self.foreign.append(request.url)
 
     def check(self, *expected: str) -> None:
-        """Assert that there were no errors except the `expected` ones, and close the page."""
+        """Assert that there were only `expected` errors and no foreign requests, and close the
+        page.
+        """
         wrong = [
             text for text in self.problems if not any(each in text for each in (ENDED, *expected))
         ]
@@ -111,7 +113,7 @@ class Watched:
         self.page.get_by_role("button", name="Save").click()
 
     def findings(self) -> list[str]:
-        """Return the findings that axe rates as serious or critical."""
+        """Return the findings that axe rates as serious or critical; skips the test without axe."""
         if not AXE.is_file():
             pytest.skip("needs axe-core: run `make web`")
         # The test injects this script; a script tag would violate the page's content security

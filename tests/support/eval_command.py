@@ -42,7 +42,7 @@ SHORT = ("--prompt", 120, "--continuation", 20, "--greedy", 10)
 
 
 def write_texts(folder: Path) -> list[Path]:
-    """Write three different texts of 400 words, and return their paths."""
+    """Write three different texts of about 400 words each, and return their paths."""
     files = [folder / f"{number}.txt" for number in range(3)]
     for number, file in enumerate(files):
         file.write_text(words(number, 400), encoding="utf-8")

@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_file(
         self, repository: FakeRepository, repo: str, name: str, *, with_body: bool
     ) -> None:
-        """Send a small file; for a large one, redirect to the other host."""
+        """Send a small file; for a large one, redirect to another name of this host."""
         data = repository.files[name]
         etag = f'"{digest(name, data)}"'
         self.send_response(302 if is_large(name) else 200)

@@ -1,4 +1,4 @@
-"""Freeze entries, restore them, and count them."""
+"""Freeze entries, restore them, and list them."""
 
 from __future__ import annotations
 

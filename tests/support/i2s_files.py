@@ -22,7 +22,9 @@ Int8s = npt.NDArray[np.int8]
 
 
 def pack_i2s(ternary: Int8s, scale: float, layout: str) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a tensor: its codes, the F32 scale, and 28 arbitrary bytes."""
+    """Return the bytes of a tensor, (rows, columns), in a layout (x86, arm64 or rows4): its codes,
+    the F32 scale, and 28 arbitrary bytes.
+    """
     flat = np.arange(ternary.size)
     if layout == "rows4":
         rows, columns = np.divmod(flat, ternary.shape[1])
@@ -193,7 +195,7 @@ class I2sModel:
 
 
 def byte_level_vocabulary(n_vocab: int) -> tuple[list[str], list[str]]:
-    """Return 256 byte tokens and two control tokens at the end, and merges of neighbours."""
+    """Return n_vocab tokens (bytes, pairs of letters, unused and control tokens) and merges."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     tokens = [chr(byte) for byte in plain] + [chr(256 + index) for index in range(len(others))]

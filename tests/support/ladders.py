@@ -71,9 +71,9 @@ class FakeSession:
     end: int = -1
     """The token that ends the generation."""
     fails_at: int = -1
-    """The position at which reading a token fails once."""
+    """The position at which reading a token fails."""
     breaks: bool = False
-    """If true, every later call fails, too."""
+    """Whether truncate() fails, too, after reading has failed at `fails_at`."""
     tokens: list[int] = field(default_factory=list)
     logits: np.ndarray | None = None
     broken: bool = False

@@ -24,7 +24,8 @@ def answer(response: Any) -> str:
 
 
 def as_long(options: dict[str, Any], whole: Any) -> dict[str, Any]:
-    """Return options that ask for as many tokens as stock has written.
+    """Return options that ask for as many tokens as stock has written, if max_tokens ended its
+    text.
 
     Stock may exceed max_tokens to complete a character.
     """

@@ -32,7 +32,7 @@ class Layers:
 
     rules: Rules
     budgets: list[int]
-    """The budget of every layer."""
+    """The budget of each KV head, by layer."""
     shared: bool = False
     knots: tuple[int, ...] = ()
     quiet: int = -1

@@ -1,4 +1,4 @@
-"""Register a ggml device that works in plain memory, like BLAS, in a process of its own.
+"""Define a ggml device that works in plain memory, like BLAS; tests run it in a process of its own.
 
 It accepts products of 32 tokens and more, and lets llama.cpp's CPU backend compute them. Every
 other operation that it gets ends the process, as in ggml-blas. The structures are those of ggml's
@@ -141,7 +141,7 @@ def is_known() -> bool:
 
 
 def has_blas() -> bool:
-    """Tell whether the installed llama.cpp was built with BLAS."""
+    """Tell whether the installed llama.cpp was built with BLAS; False if is_known() is False."""
     if not is_known():
         return False
     registry, _ = _libraries()

@@ -49,9 +49,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
 
 
 class Steps:
-    """Record for each step of a pool the number of tokens of every part, and the pool's bytes after
-    it.
-    """
+    """Record the tokens of every part of each step of a pool, and the most bytes after a step."""
 
     def __init__(self, pool: Pool) -> None:
         self.parts: list[list[int]] = []

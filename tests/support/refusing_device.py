@@ -1,5 +1,4 @@
-"""Register a ggml device with memory of its own that refuses some operations, in a process of its
-own.
+"""Define a ggml device with memory of its own that refuses some operations.
 
 llama.cpp treats it as a GPU: it gives layers to it, and copies between its memory and that of the
 CPU, since neither reads the other's. It computes everything but the operations that it refuses, as

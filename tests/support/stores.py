@@ -74,8 +74,8 @@ class WithOracle:
     heads: dict[tuple[int, int], Any]
 
     def attend(self, n_tokens: int) -> None:
-        """Read a random micro-batch in all layers, and compare the outputs, which depend on which K
-        and V an entry has.
+        """Read a random micro-batch in all layers, and compare the outputs: they show whether each
+        entry has its own K and V.
         """
         n_tokens = min(n_tokens, self.max_entries - self.position)
         if n_tokens == 0:

@@ -1,4 +1,4 @@
-"""Write the tensors and the tokenizer of a tiny GGUF model; equal shapes give equal bytes."""
+"""Write the tensors and the tokenizer of a tiny GGUF model; equal arguments give equal bytes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TinyRope:
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair (llama3)."""
     short_factors: bool = False
-    """True to write also divisors for short contexts, and others for contexts above `n_ctx_orig`
+    """True: `factors` are for short contexts, and twice these for contexts above `n_ctx_orig`
     (LongRoPE).
     """
     yarn_factor: float | None = None
@@ -56,7 +56,7 @@ class TinyRope:
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Hold the shape of a tiny model; sizes are elements, counts are per model."""
+    """Hold the shape of a tiny model; sizes are in values, numbers of heads are per layer."""
 
     architecture: str
     n_layer: int

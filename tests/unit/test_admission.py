@@ -1,4 +1,4 @@
-"""Requests have limits, and a slow, long or malformed one delays no other request."""
+"""Requests have limits, their host is checked, and a slow, long or malformed one delays none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests go to the replica that has read the beginning of their text, unless many wait there."""
+"""Requests go where their text was read, or where few wait; named conversations stay."""
 
 from __future__ import annotations
 

@@ -226,8 +226,8 @@ def test_large_logits(kernel: str, kv_type: str, softcap: float) -> None:
 @each_type
 @pytest.mark.parametrize("size", [1e6, 1e30, np.inf])
 def test_huge_keys_and_values_are_stored_finite(kernel: str, kv_type: str, size: float) -> None:
-    """Huge keys and values are stored as the largest finite number, because an infinity would turn
-    later rows into NaN.
+    """Huge keys and values are stored as finite numbers, because an infinity would turn later rows
+    into NaN.
     """
     largest = F16_LARGEST if kv_type == "f16" else min(size, F16_LARGEST * 127)
     layer = Layer(kernel, kv_type, n_head_kv=1, group=1, k_dim=32, v_dim=32)

@@ -1,4 +1,4 @@
-"""The choices of one request are joined: indices, a common id, and the sum of their tokens."""
+"""The choices of a request get numbers, one id and seeds of their own; its prompt counts once."""
 
 from __future__ import annotations
 

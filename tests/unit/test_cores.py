@@ -1,4 +1,4 @@
-"""Usable cores are counted on machines that files simulate."""
+"""The cores that are usable, and those that other processes want, are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts outside of the built pages have links that work, and describe the code as it is."""
+"""Texts of the repository have links that work, and describe the code as it is."""
 
 from __future__ import annotations
 

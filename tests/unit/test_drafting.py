@@ -1,4 +1,4 @@
-"""Drafts come from n-grams of the text, and are only as long as they save time."""
+"""Drafts come from n-grams of the text or a function, and are only as long as they save time."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Text:
         return self.random.standard_normal((n, heads, DIM), dtype=np.float32) * np.float32(1.5)
 
     def read(self, n_text: int, n_echo: int, **options: Any) -> tuple[Floats, Floats]:
-        """Read a chunk and its echo; return the outputs of the store and of the oracle,
-        [reader][token].
+        """Read a chunk and random rows as its echo; return the outputs of the store and of the
+        oracle, [reader][token][query head][value].
         """
         n, position = n_text + n_echo, len(self.k)
         queries = [self.rows(n, N_HEAD_KV * GROUP) for _ in range(self.readers)]

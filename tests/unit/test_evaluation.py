@@ -1,6 +1,4 @@
-"""Parts of `entropykv eval` work without a model, such as divergences of logits, and logs that are
-read back.
-"""
+"""Parts of `entropykv eval` work, such as divergences of logits, and logs that are read back."""
 
 from __future__ import annotations
 

@@ -33,9 +33,7 @@ from tests.support.systems import OF_POSIX, absent_imports, is_there, left_out
 
 
 class FakeRuntime(SimpleNamespace):
-    """Stand in for the module msvcrt: lock bytes at the place that was sought, or raise its
-    errors.
-    """
+    """Stand in for the module msvcrt: lock files and note the places, or raise its errors."""
 
     LK_NBLCK = 2
 

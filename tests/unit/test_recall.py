@@ -33,7 +33,7 @@ def store_with_a_needle(
     n_read: int, budget: int, needle: int, freezing: _core.FreezeSettings
 ) -> tuple[_core.HeadwiseStore, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return a store whose one head has read `n_read` tokens and frozen the one at `needle`, and
-    its K and V.
+    all K and V that were read, (n_read, 1, 32) each.
     """
     random = np.random.default_rng(7)
     k = random.standard_normal((n_read, 1, 32), np.float32) * np.float32(0.3)

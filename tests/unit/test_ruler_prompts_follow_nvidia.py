@@ -1,5 +1,5 @@
-"""RULER's prompts equal the templates and counts of NVIDIA/RULER, and the suite has the right
-words, lengths, metric and rows.
+"""RULER's prompts have the words and counts of NVIDIA/RULER's, and the suite its lengths, metric
+and rows.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def place(name: str) -> tuple[int, int]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield the folders of the package that a file imports, also in functions and only for
+    """Yield the folders of the package that a file imports, including imports in functions and for
     types.
     """
     for node in ast.walk(parsed(file)):

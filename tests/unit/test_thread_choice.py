@@ -211,9 +211,7 @@ def test_a_core_that_others_take_is_left_to_them_at_once(tells: bool) -> None:
 
 
 def test_cores_that_others_leave_are_searched_again_soon() -> None:
-    """Cores that others leave are tried again soon, because these may have used them only for a
-    moment.
-    """
+    """Cores that others leave are tried again soon: they may have been used only for a moment."""
     choice = ThreadChoice(2, 2)
     choice.note_others(1.0)
     choice.add(1, 0.2)

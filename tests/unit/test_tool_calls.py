@@ -1,4 +1,4 @@
-"""Messages, tools and schemas of requests are read and checked."""
+"""Messages, tools and schemas of requests, and the calls in answers, are read and checked."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Options:
     chunked: bool = False
     """True if windows begin at multiples of their size."""
     slopes: npt.NDArray[Any] | None = None
-    """The slope per position (ALiBi) of each query head."""
+    """The slope per position (ALiBi) of each query head, [n_head]; None: there is no ALiBi."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -133,7 +133,9 @@ def attend_layer(
     options: Options,
     measure: str = "mass",
 ) -> Attention:
-    """Compute attention of one layer that keeps all entries 0 to T-1: k [T][n_head_kv][k_dim]."""
+    """Compute attention of one layer with entries 0 to T-1: q [n][n_head][k_dim], k
+    [T][n_head_kv][k_dim].
+    """
     group = q.shape[1] // k.shape[1]
     parts = []
     for head in range(k.shape[1]):

@@ -21,7 +21,7 @@ class DroppedScores:
         self.undecayed = np.append(self.undecayed, scores[scores > 0.0] / self.decayed_by)
 
     def decay(self, factor: float) -> None:
-        """Multiply all scores by a factor."""
+        """Multiply all scores by a factor; 0 forgets them."""
         self.decayed_by *= factor
         if factor == 0.0:
             self.undecayed, self.decayed_by = np.zeros(0), 1.0

@@ -110,7 +110,8 @@ class FreezingHead(ReferenceHead):
         forget: bool = False,
     ) -> int:
         """Restore the entries frozen after `frozen_after` and due after `due_after` (or never), as
-        far as the budget has room; returns how many. `theirs`: the store's positions afterwards.
+        far as the budget has room; returns how many. `theirs`: the store's positions afterwards;
+        `forget`: drop the detections.
         """
         if forget:
             self.detections = {}
@@ -138,8 +139,8 @@ class FreezingHead(ReferenceHead):
                 entry.frozen_at = now
 
     def _freeze_detected(self, schedule: Schedule) -> None:
-        """Freeze stored entries outside the window that get little: less than an even share of
-        attention, or a small |q.k|.
+        """Freeze stored entries outside the window that get less than `threshold` times an even
+        share of attention, or |q.k| below it. Raises Undecided if rounding decides.
         """
         means = self.given.mean(axis=0) / self.group
         limit = schedule.threshold

@@ -25,7 +25,9 @@ def check_shares(
     pages: list[int],
     limits: Sequence[int] = (),
 ) -> None:
-    """Assert what must hold for shared budgets; `pages` has the entries per page of every head."""
+    """Assert that budgets keep floor and limits, and take no more entries and pages than equal
+    ones; `pages` has the entries per page of every head.
+    """
     mean = min(mean, most)
     assert len(budgets) == len(pages)
     limits = [min(limit, most) for limit in limits or [most] * len(pages)]
