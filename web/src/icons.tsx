@@ -1,4 +1,4 @@
-// Draws icons of 16 x 16 as lines.
+// Draws icons as lines, 16 x 16 units each, and makes buttons with an icon.
 import type { ButtonHTMLAttributes, JSX } from "preact";
 
 const PATHS = {

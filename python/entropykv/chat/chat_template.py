@@ -156,8 +156,9 @@ class ChatTemplate:
         """Return the prompt; `opens_answer`: it ends with the beginning of the model's answer.
 
         `arguments` take precedence over those of every chat. The text begins with a BOS token if
-        the template writes one. Raises jinja2.TemplateError, ValueError or TypeError for what the
-        template refuses, because a template is a program of its author.
+        the template writes one. A named template ignores tools and arguments. Raises
+        jinja2.TemplateError, ValueError or TypeError for what the template, a program of its
+        author, refuses.
         """
         if self._compiled is None:
             return _rendered_by_name(self.source, messages, opens_answer=opens_answer)
@@ -178,14 +179,14 @@ class ChatTemplate:
 
     @functools.cached_property
     def traits(self) -> TemplateTraits:
-        """Return what the template shows of tools and calls."""
+        """Return what the template shows; a named one shows only text."""
         if self._compiled is None:
             return TemplateTraits()
         return traits_of(self.source, lambda m, tools: self.render(m, tools=tools))
 
     @functools.cached_property
     def tags(self) -> ThoughtTags | None:
-        """Return the tags of the model's thoughts; None if the template has none."""
+        """Return the tags of the model's thoughts; None if the template has none, or is named."""
         return None if self._compiled is None else tags_of(self.source)
 
     def frame(self, arguments: Mapping[str, Any] | None = None) -> AnswerFrame:

@@ -42,7 +42,7 @@ class DecoderShape:
     n_vocab: int
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Return the shape of every ternary tensor by its name, without the ending `.weight`."""
+        """Return the shape (outputs, inputs) of every ternary tensor, by its name without .weight."""
         n_embd, n_ff = self.n_embd, self.n_ff
         n_embd_q, n_embd_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
         block = {

@@ -25,8 +25,8 @@ _YARN_KEYS: dict[str, Callable[[GGUFWriter, float], None]] = {
 
 
 def positive_number(path: Path, key: str, value: Any) -> float:
-    """Return the value of a key of config.json; raises ModelFileError unless it is a positive
-    number.
+    """Return `value`, that of `key` in config.json, as a float; raises ModelFileError, which names
+    `path`, unless it is a finite number above 0.
     """
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
         raise ModelFileError(f"{path}: {key} is {value!r} in config.json; download it again")
@@ -71,8 +71,8 @@ class Rope:
         return cls(path, kind, rope.number("rope_theta"), head_dim, n_ctx, values)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return the positive number under `key`, or `default`; raises ModelFileError for any other
-        value.
+        """Return the positive number under `key`, or `default` if the key is missing; raises
+        ModelFileError for any other value, and for a missing key without a default.
         """
         return positive_number(self.path, key, self.values.get(key, default))
 

@@ -46,7 +46,7 @@ class EvictionEvent:
 
 @dataclass(frozen=True)
 class BudgetArguments:
-    """Hold the arguments of EntropyLlama that llama_cpp.Llama does not have."""
+    """Hold the cache options of an EntropyLlama, and its own further arguments."""
 
     cache: CacheOptions
     on_evict: Callable[[EvictionEvent], object] | None = None
@@ -138,7 +138,7 @@ def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) 
 
 
 def check_kind(*, embedding: bool, vocab_only: bool, attention_type: int) -> None:
-    """Raise SettingsError for a Llama that does not read a causal sequence."""
+    """Raise SettingsError for a Llama that generates no text from a causal sequence."""
     refused = {
         "embedding=True": embedding,
         "vocab_only=True": vocab_only,
@@ -170,7 +170,7 @@ def sampling_of(given: Mapping[str, Any], seed: int, last_n_tokens: int) -> Samp
     """Return how tokens are chosen, from the arguments of llama_cpp.Llama's methods by name.
 
     As in llama_cpp.Llama, mirostat gets no temperature, and a temperature below 0 samples from all
-    tokens. Raises SettingsError for what cannot be used.
+    tokens. Raises SettingsError for values that Sampling or Constraint refuses.
     """
     temperature = given["temperature"] if "temperature" in given else given["temp"]
     grammar = given["grammar"]

@@ -100,7 +100,7 @@ def answer_chat(llama: Any, formatter: Any, given: Mapping[str, Any]) -> Any:
 def with_constraint(given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a chat with a constraint in the place of its response_format.
 
-    Raises SettingsError for a format without a schema.
+    Raises SettingsError for a format without a schema, and for a schema that is refused.
     """
     asked = given["response_format"]
     if asked is None or asked.get("type") == "text":

@@ -170,7 +170,7 @@ class BorrowedModel(Model):
 
 
 class BudgetContext(internals.LlamaContext):
-    """Implement LlamaContext with a Session, which decodes and removes tokens."""
+    """Implement what a Llama needs of LlamaContext with a Session, and refuse some of the rest."""
 
     _is_closing = False
 
@@ -243,7 +243,8 @@ class BudgetContext(internals.LlamaContext):
         """Roll back to position p0 if that leaves exactly the entries that were held when the text
         ended there; returns whether the session has p0 tokens now.
 
-        For a range that ends before the text does, it returns False, and nothing changes.
+        For a range that ends before the text does, it returns False, and nothing changes. `seq_id`
+        is ignored.
         """
         first = max(p0, 0)
         ends = p1 < 0 or p1 >= self.session.position

@@ -88,7 +88,7 @@ def _as_in_llama(method: _Method) -> _Method:
 class EntropyLlama(llama_cpp.Llama):
     """Run a llama_cpp.Llama whose KV cache never exceeds a budget.
 
-    It accepts every argument of llama_cpp.Llama, and the fields of CacheOptions: as keyword
+    It takes the arguments of llama_cpp.Llama, and the fields of CacheOptions: as keyword
     arguments, or together as `options`, over which keyword arguments take precedence. n_ctx is the
     most tokens of a sequence (0: the trained context); the memory depends only on the budget.
     `recovery` has no rewalks here; `on_climb` is called with each of its Climbs. `on_evict` is
@@ -528,8 +528,9 @@ class EntropyLlama(llama_cpp.Llama):
 
     @_as_in_llama
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """Sample a token from the logits of a token that was read, by default the last one; see
-        llama_cpp.Llama.sample(). Raises EntropyKVError if no token was read.
+        """Sample a token from the logits of a token that was read: of the last one by default, and
+        always without logits_all. See llama_cpp.Llama.sample(). Raises EntropyKVError if no token
+        was read.
         """
         given, start = self._given("sample", arguments, options), time.perf_counter()
         with self._alone():
@@ -918,8 +919,9 @@ class EntropyLlama(llama_cpp.Llama):
         """Continue from a document that `entropykv read` has written: see question().
 
         Later questions about it do not read its text again, whatever was evicted since: with
-        `checkpoints` they go back to one, and otherwise its file is loaded again. Raises the errors
-        of load_session(), and SessionFileError if the document was read with another chat template.
+        `checkpoints` they go back to one, and otherwise its file, if it still exists, is loaded
+        again. Raises the errors of load_session(), and SessionFileError if the document was read
+        with another chat template.
         """
         check_template(self._session.model, document_header(path))
         contents = self.load_session(path)

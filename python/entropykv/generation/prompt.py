@@ -167,8 +167,8 @@ def thought_of(
 
 
 def n_left_out(model: Model, frame: AnswerFrame, tokens: Sequence[int]) -> int:
-    """Return how many tokens at the end of a prompt are missing in later turns of the
-    conversation.
+    """Return how many tokens at the end of a prompt are missing in later turns of the conversation;
+    0 if it does not end with `frame.opening`.
     """
     opening, text, count = frame.opening.encode(), b"", 0
     while len(text) < len(opening) and count < len(tokens):

@@ -106,7 +106,7 @@ class HubCache:
         return file.size
 
     def note_main(self, commit: str) -> None:
-        """Record main's commit, whose files are now complete, for later use without a network.
+        """Record main's commit, of which files were fetched, for later use without a network.
 
         If the record cannot be written, an earlier commit is used without a network.
         """
@@ -117,7 +117,7 @@ class HubCache:
                     file.write_text(commit, encoding="ascii")
 
     def listing(self) -> Listing | None:
-        """Return the files in the cache of the recorded commit of main; None if there are none."""
+        """Return the cached files of the commit recorded for main; None if there are none."""
         try:
             commit = self._main.read_text(encoding="ascii").strip()
         except (OSError, ValueError):
@@ -162,7 +162,7 @@ hf_xet.
 
 
 class UnreachableError(HubError):
-    """Raised if the hub does not answer, so that only files in the cache can be used."""
+    """Raised if the hub does not answer, or with 429 or 5xx: then only the cache can be used."""
 
 
 def cache_folder() -> Path:
@@ -177,7 +177,7 @@ def is_offline() -> bool:
 
 def list_files(repo: str) -> Listing:
     """Request the list of a repository's files; raises HubError if the hub refuses or its answer is
-    invalid, and UnreachableError without an answer.
+    invalid, and UnreachableError if it cannot answer now.
 
     The answer is read up to a limit, and checked before it is used.
     """

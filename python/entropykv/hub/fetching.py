@@ -112,7 +112,7 @@ class _Fetching:
 
     def listing(self) -> Listing:
         """Return the repository's files: as the hub lists them, or those in the cache if it does
-        not answer.
+        not answer or must not be asked; raises HubError without either.
         """
         if client.is_offline():
             return self._cached(

@@ -20,9 +20,7 @@ PREFERRED = ("Q4_K_M", "Q8_0")
 the first model is taken.
 """
 _BESIDE_MODELS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
-"""Beginnings of names of GGUF files that belong to a model but are not models, from llama.cpp's
-list.
-"""
+"""What names of GGUF files contain that belong to a model but are not models: llama.cpp's list."""
 _REFERENCE = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::([\w.-]{1,64}))?")
 _QUANT = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 _MOST_NAMED = 12

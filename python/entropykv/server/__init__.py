@@ -1,4 +1,6 @@
-"""Serve models inside KV budgets, OpenAI-compatible; needs the extra `server`.
+"""Serve models inside KV budgets by the APIs of OpenAI, Anthropic, Ollama and llama-server.
+
+Without the extra `server`, importing this package raises MissingExtraError.
 
 >>> from entropykv.server import ModelOptions, ServerOptions, create_app
 >>> app = create_app(ModelOptions(model="model.gguf", kv_budget="0.2"), ServerOptions())

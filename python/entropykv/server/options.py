@@ -107,7 +107,7 @@ class CacheSettings(ModelSettings):
 
 
 class ModelOptions(CacheSettings):
-    """Name the model and its budget; see CacheOptions for the fields of the budget.
+    """Name the model, its budget (see CacheOptions), and defaults of requests for it.
 
     Values that are not given are read from environment variables such as ENTROPYKV_MODEL.
     """

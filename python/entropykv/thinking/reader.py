@@ -153,9 +153,7 @@ class Parts(NamedTuple):
 
 
 class ThoughtReader(Protocol):
-    """Split a text that arrives in pieces into its thought and its answer; white space around tags
-    belongs to neither.
-    """
+    """Split a text that arrives in pieces into its thought and its answer, without their tags."""
 
     def take(self, text: str) -> Parts:
         """Add the next piece; returns the parts that are certain now."""
@@ -179,7 +177,8 @@ def read_whole(tags: ThoughtTags, text: str, *, opened: bool) -> Parts:
 class _TagReader:
     """Read a text that may begin with a thought between two tags.
 
-    Later tags are a part of the answer, which may be about tags.
+    White space around them is left out. Later tags of thoughts are a part of the answer, which may
+    be about tags.
     """
 
     def __init__(self, tags: ThoughtTags, opened: bool) -> None:

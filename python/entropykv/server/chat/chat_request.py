@@ -1,6 +1,4 @@
-"""Define the fields of a chat completion: messages, tools and response formats of OpenAI's
-clients.
-"""
+"""Define and answer requests for chat completions, with the fields of OpenAI's current clients."""
 
 from __future__ import annotations
 
@@ -114,7 +112,7 @@ class Reasoning(BaseModel):
 
 
 class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: ignore[misc]
-    """A chat completion of llama_cpp.server, extended by the fields of OpenAI's current clients."""
+    """A request for a chat completion, with the fields of llama_cpp.server and further ones."""
 
     model: Name | None = None
     messages: Annotated[list[Message], FIRST_ERROR] = Field(  # type: ignore[assignment]
@@ -272,8 +270,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return question_prompt(job, parts)
 
     def prompt_parts(self, model: LoadedModel, use: ToolUse | None) -> ChatParts:
-        """Return the arguments of the chat template for this request; `use`: its tools, or None.
-        Raises RequestError for messages that the model or its template cannot show.
+        """Return the arguments of the chat template for this request, and its images; `use`: its
+        tools, or None. Raises RequestError for messages that cannot be shown or continued, and the
+        errors of template_arguments().
         """
         images = ImageParts(model.images)
         messages = self.shown_messages(model, use, images)
@@ -328,8 +327,10 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return True
 
     def prompt_text(self, model: LoadedModel) -> tuple[str, list[int]]:
-        """Return the text of the prompt, and its tokens; raises RequestError for a chat with images
-        or about a document, whose tokens are known only when it is answered.
+        """Return the text of the prompt, and its tokens.
+
+        Raises RequestError for a chat with images or about a document, whose tokens are known only
+        when it is answered, and the errors of tool_use(), prompt_parts() and ChatParts.text().
         """
         if self.document_name() is not None:
             raise RequestError(
@@ -347,8 +348,8 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return without_marks(text), model.tokenize(text, add_bos=not is_chat)
 
     def template_arguments(self, model: LoadedModel) -> dict[str, Any]:
-        """Return the variables of the chat template besides the messages; raises RequestError if
-        enable_thinking is not true or false.
+        """Return the variables of the chat template that the server's options and the request set;
+        raises RequestError if enable_thinking is not true or false.
         """
         given = dict(self.chat_template_kwargs or {})
         effort = self.reasoning_effort or self.reasoning.effort
@@ -399,8 +400,8 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return template_messages(self.messages, model.traits, instructions, images)
 
     def reads_calls(self, use: ToolUse | None) -> bool:
-        """Tell whether calls are read from the answer: not if response_format asks for JSON, which
-        could be mistaken for a call, unless a call is required.
+        """Tell whether calls are read from the answer: only if there are tools, and not if
+        response_format asks for JSON, which could be mistaken for a call no tool must make.
         """
         asked = self.response_format
         return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))

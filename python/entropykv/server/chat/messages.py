@@ -149,7 +149,8 @@ class Message(BaseModel):
         has calls.
 
         `images` collects the images of a user, and returns their markers for the text. Raises
-        RequestError, with `place` as the name of the message, for parts of any other kind.
+        RequestError, which names the message `place`, for parts of any other kind, and the errors
+        of ImageParts.take().
         """
         if self.content is None:
             return None if self.role == "assistant" and self.calls() else ""
@@ -348,8 +349,8 @@ class ChatParts:
 def chat_prompt_of(job: Answering, parts: ChatParts) -> Prompt:
     """Return the prompt of a chat.
 
-    Raises RequestError for images that cannot be read and a text that takes too long to tokenise,
-    ContextError for images of too many tokens, and the errors of ChatParts.text().
+    Raises RequestError for images that cannot be read or shown and a text that takes too long to
+    tokenise, ContextError for images of too many tokens, and the errors of ChatParts.text().
     """
     model = job.model
     text = parts.text(model)

@@ -203,8 +203,8 @@ class AnswerPart:
 
 
 def _closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a tool's parameters, which allows no parameters that it does not name,
-    unless it says anything about such parameters itself.
+    """Return a schema of a tool's parameters that forbids parameters which it does not name; the
+    schema itself if it names none, or has a keyword that may allow or forbid further ones.
     """
     is_plain = parameters.keys() <= _PLAIN and "properties" in parameters
     return {**parameters, "additionalProperties": False} if is_plain else parameters

@@ -143,8 +143,8 @@ def shown_token(model: Model, value: TokenLogprob, *, numbered: bool = False) ->
     """Return a token with its text, bytes and log probability, and the most probable ones in its
     place, in OpenAI's form.
 
-    `numbered`: as llama-server does it, each with its number, and without null as the bytes of a
-    control token, which has no text.
+    `numbered`: as in llama-server, every token has its id, and `bytes` of a token without text is
+    an empty list instead of null.
     """
 
     def named(token: int, logprob: float | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from entropykv.server.http.errors import RequestError, invalid, invalid_within
 from entropykv.thinking.tags import template_switch
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "function_call": "tool_use"}
-"""Anthropic's names for the reasons why an answer ended; the others are end_turn."""
+"""Anthropic's names for reasons why an answer ended; _end() has the names of all other reasons."""
 
 _ERRORS = {
     400: "invalid_request_error",
@@ -50,7 +50,7 @@ _ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors by their status; the others are api_error."""
+"""Anthropic's types of errors by their status; anthropic_error() has those of other statuses."""
 
 
 def anthropic_error(error: dict[str, Any], status: int) -> dict[str, Any]:
@@ -260,7 +260,7 @@ class CountedMessages(Request):
 
     def chat_fields(self) -> dict[str, Any]:
         """Return the fields of a chat completion with the same prompt; raises RequestError for
-        blocks and tools that are not possible here.
+        blocks and tools that are not possible here, and for a choice of a tool without its name.
         """
         fields: dict[str, Any] = {"model": self.model, "messages": [*self._messages()]}
         if self.tools:
@@ -305,8 +305,8 @@ class CountedMessages(Request):
                 yield from _asked(message.content, place)
 
     def chat(self, **more: Any) -> ChatRequest:
-        """Return the request, with `more` fields, as a chat completion; raises RequestError for a
-        field that a chat completion cannot have.
+        """Return the equivalent ChatRequest, with `more` as further fields; raises RequestError for
+        whatever a chat completion cannot have.
         """
         try:
             return ChatRequest.model_validate({**self.chat_fields(), **more})
@@ -358,14 +358,14 @@ class MessagesRequest(CountedMessages):
 
 
 def _system_text(given: str | list[dict[str, Any]], place: str) -> str:
-    """Return the text of a system prompt, with the same first line in every request."""
+    """Return the text of a system prompt; 0 replaces the number that Claude Code changes."""
     texts = [given] if isinstance(given, str) else [_text(b, place) for b in given]
     return "\n\n".join(_BILLING.sub(r"\g<1>0", text) for text in texts)
 
 
 def _said(blocks: list[dict[str, Any]], place: str) -> dict[str, Any]:
     """Return the blocks of an assistant's message as a message of a chat completion; raises
-    RequestError for blocks of other types.
+    RequestError for a block that is no text, thought or call of a tool.
     """
     texts, thoughts, calls = [], [], []
     for index, block in enumerate(blocks):
@@ -436,8 +436,8 @@ def _part(block: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _text(block: dict[str, Any], place: str, *, field: str = "text") -> str:
-    """Return the text of a block, also of a document that is plain text; raises RequestError for a
-    block of another type than `field`.
+    """Return the text of a block whose type is `field`, or of a document that is plain text; raises
+    RequestError for any other block, and without a text.
     """
     kind, source = block.get("type"), block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":

@@ -1,4 +1,4 @@
-"""Define how long each field of a request may be, and the fields that say how tokens are chosen.
+"""Define limits and types of the fields of requests, those of samplers, and checks of bodies.
 
 Texts that the model reads (prompts, messages) have no limit of their own: the bytes of the body and
 the tokens of the context limit them. Lists are validated up to their first error, because a body of
@@ -226,7 +226,7 @@ def sampler(name: str, default: Any = None, *, least: float = 0, description: st
 
 
 class SamplerFields(BaseModel):
-    """Hold the samplers besides those that OpenAI's requests know."""
+    """Hold samplers that OpenAI's requests do not know, and further fields of llama-server."""
 
     typical_p: float | None = sampler("typical_p")
     top_n_sigma: float | None = sampler("top_n_sigma", least=-1)
@@ -371,9 +371,7 @@ _REFUSED: dict[str, Refusal] = {
     "use_beam_search": (_is_off, "tokens are sampled; leave it out"),
 }
 OTHERS = OtherFields(_WITHOUT_EFFECT, _REFUSED)
-"""The fields of OpenAI's completions and chats, of llama-server, vLLM and Ollama that are not read;
-clients send them to all routes.
-"""
+"""The declared fields of several APIs that are not read; clients send them to all routes."""
 
 
 def check_names(
@@ -382,9 +380,9 @@ def check_names(
     """Raise RequestError (400) for fields of a body that `model`, the class of the request, does
     not have; the class's `other_fields`, else OTHERS, declares further fields of the API.
 
-    Fields that ask for nothing (null, false, an empty text, list or object) may be there, and so
-    may those whose value does not change the answer. `ignores_unknown`: refuse only fields that are
-    known to be impossible here.
+    Undeclared fields that ask for nothing (null, false, an empty text, list or object) may be
+    there, and so may declared ones whose value does not change the answer. `ignores_unknown`:
+    refuse only fields that are known to be impossible here.
     """
     names, unknown = _names_of(model), []
     others: OtherFields = getattr(model, "other_fields", OTHERS)

@@ -217,8 +217,9 @@ class TextWithImages(BaseModel):
     ) = None
 
     def prompt(self, job: Answering) -> Prompt:
-        """Return the prompt; raises RequestError for a model without projector, and for files that
-        are too many or cannot be read.
+        """Return the prompt; raises RequestError for files that are too many, cannot be read, or
+        have no projector, and for a text that takes too long to tokenise; ContextError for images
+        of too many tokens.
         """
         data = self.multimodal_data or []
         files = [_decoded(each) for each in ([data] if isinstance(data, str) else data)]
@@ -318,12 +319,12 @@ class LlamaServerRequest(GeneratingRequest):
 
     @abstractmethod
     def own_prompt(self, job: Answering) -> Prompt:
-        """Return the prompt of one choice; raises RequestError if the model cannot read it."""
+        """Return the prompt of one choice; raises RequestError if it cannot be read."""
 
     def call(self, job: Answering) -> Any:
         """Generate one choice of one prompt; returns a response, or with `stream` an iterator of
         its chunks. Raises RequestError for an empty prompt, and the errors of own_prompt(),
-        sampling_of() and Answering.answer().
+        constraints(), single(), sampling_of() and Answering.answer().
         """
         model, prompt = job.model, self.own_prompt(job)
         if not prompt.tokens:

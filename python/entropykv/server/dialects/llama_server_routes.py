@@ -1,4 +1,4 @@
-"""Define llama-server's routes, for its clients and for operators."""
+"""Define llama-server's routes that generate nothing: health, properties, slots, tokens."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class DetokenizeRequest(BaseModel):
 
 
 def llama_server_routes(models: ModelRegistry) -> APIRouter:
-    """Return llama-server's routes that need no worker; some load the model that a
-    request names.
-    """
+    """Return llama-server's routes that generate nothing; some load the model of a request."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
 
     @router.get("/health")
@@ -126,8 +124,8 @@ def text_of(engine: Engine, tokens: list[int]) -> str:
 
 
 def tokens_of(engine: Engine, body: TokenizeRequest) -> list[Any]:
-    """Return the tokens of a text, with their texts if they are wanted; raises RequestError for
-    numbers that are no tokens, and for more than MOST_PIECES texts.
+    """Return the tokens of a text, with their texts if they are wanted; raises the errors of
+    mixed_tokens(), and RequestError for more than MOST_PIECES texts.
     """
     model = engine.model
     ids = mixed_tokens(

@@ -45,8 +45,8 @@ Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
 
 class OllamaOptions(Request):
-    """Hold the options of an answer; options of loading a model are accepted and ignored, except
-    for a num_ctx above the server's context, which is refused.
+    """Hold the options of an answer, and num_ctx, of which OllamaRequest.check() refuses a value
+    above the server's context; other options, such as those of loading a model, are ignored.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
@@ -119,7 +119,7 @@ class OllamaRequest(Request):
         return self.asked(job.model).call(job, partial(_Writer, self, started, loaded))
 
     def check(self, model: LoadedModel) -> None:
-        """Raise RequestError for options that the served model does not support."""
+        """Raise RequestError if num_ctx exceeds the context, or a model cannot think but should."""
         if self.options.num_ctx is not None and self.options.num_ctx > model.n_ctx:
             raise RequestError(
                 400,
@@ -210,7 +210,7 @@ class OllamaChat(OllamaRequest):
 
 class OllamaGenerate(OllamaRequest):
     """Hold a request of /api/generate: one turn of a chat, or with `raw` or `suffix` a text to
-    continue.
+    continue, without `system` and thoughts.
     """
 
     prompt: str = ""
@@ -365,7 +365,7 @@ def only_loaded(request: OllamaRequest) -> dict[str, Any]:
 
 
 def now() -> str:
-    """Return the current time as Ollama writes it."""
+    """Return the current time in UTC as Ollama writes it, in the form of ISO 8601."""
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 

@@ -153,7 +153,7 @@ def _listed(held: list[HeldModel]) -> list[dict[str, Any]]:
 
 
 def _entry(held: HeldModel) -> dict[str, Any]:
-    """Return a model's entry in a list; its size is 0 without a local file."""
+    """Return a model's entry in a list; without a local file, its size is 0, and its time now."""
     path = _file_of(held)
     size, modified = 0, now()
     if path is not None:

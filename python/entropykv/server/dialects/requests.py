@@ -58,7 +58,7 @@ def seed_of(seed: int | None, number: int) -> int | None:
 
 @dataclass
 class Choices:
-    """Join `n` choices of every prompt; each is an answer of one choice, or its chunks.
+    """Join the answers, or the streams of chunks, of `n` choices of every prompt.
 
     The tokens of a prompt count once for all its choices. `usage`: whether the end of a stream has
     the numbers of tokens.
@@ -431,8 +431,8 @@ def stops_of(request: GeneratingRequest, model: LoadedModel) -> tuple[str, ...]:
 
 
 def biases_of(request: GeneratingRequest, model: LoadedModel) -> dict[int, float]:
-    """Return the values to add to the logits of tokens; raises RequestError for unknown tokens, and
-    for values beyond 1000.
+    """Return the values to add to the logits of tokens, -inf for the end tokens with `ignore_eos`;
+    raises RequestError for unknown tokens, and for values that are not between -1000 and 1000.
     """
     biases: dict[int, float] = {}
     n_vocab = model.model.n_vocab
@@ -455,7 +455,9 @@ def biases_of(request: GeneratingRequest, model: LoadedModel) -> dict[int, float
 
 
 def _biased_tokens(key: int | str, model: LoadedModel, *, as_text: bool) -> list[int]:
-    """Return the tokens of a key of logit_bias: a number, or with `as_text` always a text."""
+    """Return the token that a key of logit_bias is the number of, or else the tokens of its text;
+    with `as_text`, a string of digits is a text, too.
+    """
     if isinstance(key, int):
         return [key]
     if not as_text and re.fullmatch("-?[0-9]+", key):

@@ -1,4 +1,4 @@
-"""Answer with a generation, whole or as server-sent events, while the client is connected."""
+"""Answer with a generation, whole or as a stream, while the client is connected."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def respond(
     ping: bool = False,
     form: type[Events] | None = None,
 ) -> Response:
-    """Return the response to a request, whole or as a stream.
+    """Return the response to a request, whole or as a stream; 499 if its client has disconnected.
 
     `calls` is called once the model is loaded and the document has been read; it returns `n_jobs`
     functions, each of which generates one answer. `joined` joins their answers, or the chunks of
@@ -103,7 +103,8 @@ async def _asked_document(
     names none.
 
     The request waits while the document is being read, as long as its client is connected. Raises
-    RequestError for a document that this model does not have, and for one that could not be read.
+    RequestError for a document that this model does not have or could not read, and for a request
+    that waits too long.
     """
     if name is None:
         return None

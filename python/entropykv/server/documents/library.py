@@ -61,7 +61,7 @@ _MOST_SUMMARIES = 4096
 
 
 class DocumentLibrary:
-    """Find, count and remove the documents below a directory; any thread may call it.
+    """Keep track of the documents below a directory, until they are removed, in any thread.
 
     A method that takes a DocumentId raises the RequestError of path() for an impossible name.
     """
@@ -120,7 +120,7 @@ class DocumentLibrary:
         return sorted(name for name in kept if _NAME.fullmatch(name))
 
     def status(self, document: DocumentId) -> dict[str, Any] | None:
-        """Return the status of a document for clients; None if there is none of this name."""
+        """Return what clients get to know of a document; None if there is none of this name."""
         path = self.path(document)
         reading = self.readings.find(path)
         if reading is not None and reading.status != "failed":
@@ -166,8 +166,8 @@ class DocumentLibrary:
         return {**head, "status": status, **told, "error": None, **facts}
 
     def _summary(self, path: Path, stamp: FileStamp) -> dict[str, int]:
-        """Return the counts in the header of a file for clients; raises SessionFileError if it is
-        not a document.
+        """Return the counts in the header of a file for clients; raises SessionFileError if it
+        cannot be read or is not a document.
         """
         known = self._summaries.get(path)
         if known is not None and known[0] == stamp:
@@ -187,12 +187,12 @@ class DocumentLibrary:
         return summary
 
     def begin(self, reading: Reading) -> bool:
-        """Record a reading; returns False if the same document is ready or being read.
+        """Record a reading; returns False if the same document is ready, is being read or waits.
 
         When it returns True, the text is on the disk, where it stays until it was read. Raises
-        RequestError for another document of the same name (409), for too many of the user (400),
-        for too many that wait (429), and for a text that the disk or the limit has no room for
-        (507).
+        RequestError for an impossible name, or if the user has too many documents (400), for
+        another text under the same name (409), if too many documents wait (429), and without room
+        for the text (507); OSError if the folder cannot be made.
         """
         path = self.path(reading.id)
         make_folder(path.parent)
@@ -346,8 +346,9 @@ class DocumentLibrary:
     def remove(self, document: DocumentId) -> Removal:
         """Delete a document, or stop its reading, whose thread then removes its files.
 
-        The deletion that is returned ends when the files are gone. Raises RequestError if there is
-        no such document (404), or if a request uses it or waits for it (409).
+        The deletion that is returned ends when the files are gone, or with a refusal, such as a
+        RequestError (404) without any files. Raises RequestError for a document that is being
+        deleted (404), and for one that a request or another server uses (409).
         """
         path = self.path(document)
         removal, reading, is_ours = self.readings.remove(document, path)

@@ -45,9 +45,9 @@ class DocumentReader:
                 library.begin(reading)
 
     async def until_ready(self, document: DocumentId) -> None:
-        """Wait until a document was read; raises RequestError if there is none, or if that failed.
+        """Wait until a document was read, and let a reading that was interrupted go on.
 
-        A reading that was interrupted goes on.
+        Raises RequestError if there is none or reading failed, and the errors of library.begin().
         """
         while True:
             status = await asyncio.to_thread(self._looked_at, document)
@@ -72,7 +72,7 @@ class DocumentReader:
         return str(status["status"])
 
     def close(self) -> None:
-        """Stop reading; what was read of a document stays in its partial file."""
+        """Stop the thread, and wait for its end; what it has read stays in a partial file."""
         self._closing.set()
         self.library.readings.wake()
         current = self._current

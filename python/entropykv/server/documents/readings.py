@@ -213,8 +213,8 @@ class Readings:
         """Start without readings; `files` counts who uses a document."""
         self._files = files
         self._changed = threading.Condition()
-        """The lock of this condition is held for changes of the tables and the removal of a text's
-        file alone: never while a document is written or the storage is waited for.
+        """The lock of this condition is held while the tables are used and the file of a text is
+        removed, but never while a document is written or the storage is waited for.
         """
         self._of: dict[Path, Reading] = {}
         """The readings in the order in which they are read."""
@@ -233,7 +233,7 @@ class Readings:
             return path in self._removals and path not in self._of
 
     def names(self, folder: Path) -> set[str]:
-        """Return the names of the files in a folder that are read, or could not be read."""
+        """Return the files in a folder whose documents wait, are read, or could not be read."""
         with self._changed:
             return {path.name for path in self._of if path.parent == folder}
 
@@ -286,7 +286,7 @@ class Readings:
     def wait_for_next(self, model: str, closing: threading.Event) -> Reading | None:
         """Wait for a queued reading of a model, which now begins; None after `closing`, see wake().
 
-        A document of the same name that is being deleted does not delay other readings.
+        A reading waits on while another document of its name is being deleted.
         """
         with self._changed:
             while not closing.is_set():
@@ -353,9 +353,9 @@ class Readings:
     def remove(self, document: DocumentId, path: Path) -> tuple[Removal, Reading | None, bool]:
         """Begin to delete a document, which does not exist for requests from now on.
 
-        Returns the deletion, the reading that was taken out of the table, and whether the caller
-        must remove the files and call finish(); otherwise another thread does. Raises RequestError
-        if it is in use (409), or being deleted already (404).
+        Returns the deletion, the reading that was taken out of the table or None, and whether the
+        caller must remove the files and call finish(); otherwise another thread does. Raises
+        RequestError if the document is in use (409), or being deleted already (404).
         """
         with self._changed:
             if self.is_leaving(path):

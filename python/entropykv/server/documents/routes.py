@@ -1,4 +1,4 @@
-"""Define the routes of documents."""
+"""Define the routes of documents, and read the forms in which files are sent."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def fields_of(body: bytes, kind: str) -> dict[str, FormField]:
     The body is searched once. Python's own parser of messages goes line by line: a body of 16 MiB
     that consists of line breaks would take it eight seconds.
 
-    Raises RequestError (400) for a body that is no form, or has more than 16 parts.
+    Of parts with the same name, the last one is returned. Raises RequestError (400) for a body that
+    cannot be read as a form, or has more than 16 parts.
     """
     fields = {}
     for start, end in _parts(body, _boundary(kind)):

@@ -1,1 +1,1 @@
-"""Let workers use a model: admission, the texts it holds, conversations on disk."""
+"""Let workers use a model: admission, the prefix cache, conversations on disk."""

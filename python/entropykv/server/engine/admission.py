@@ -74,7 +74,7 @@ class Limits:
     request_seconds: float | None = None
     """The most seconds of a request from its arrival to the end of its answer; None: no limit."""
     drain_seconds: float = 0.0
-    """The most seconds that running requests may take after stop()."""
+    """The most seconds that running requests may take after Engine.stop()."""
     max_images: int = 8
     """The most images of one request."""
     max_image_bytes: int = 8 << 20
@@ -210,7 +210,7 @@ class Body:
         self._pieces.append(piece)
 
     def whole(self) -> bytes:
-        """Return all bytes, and keep no second copy."""
+        """Return all bytes, which are not kept here any longer."""
         pieces, self._pieces = self._pieces, []
         return b"".join(pieces)
 
@@ -221,11 +221,11 @@ def too_late() -> RequestError:
 
 
 def note_arrival(scope: Scope) -> None:
-    """Record the current time as a request's arrival."""
+    """Record the current time as a request's arrival, unless one is recorded already."""
     scope.setdefault(_ARRIVAL, time.monotonic())
 
 
 def arrival_of(scope: Scope) -> float:
-    """Return when a request arrived, by time.monotonic()."""
+    """Return when a request arrived, by time.monotonic(); now, if no arrival was recorded."""
     arrival: float = scope.get(_ARRIVAL, time.monotonic())
     return arrival

@@ -49,7 +49,7 @@ class AskedDocument:
 
 @dataclass
 class Totals:
-    """Count tokens and seconds of one lane."""
+    """Count tokens, steps, seconds and climbs of one lane."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -167,8 +167,8 @@ class Answering:
         `constrained_by`: the field of the client's request that says what the answer must be.
         `n_passages`: how many passages are looked for. `on_prompt` is called with the number of
         tokens of the prompt that were read. Raises ContextError for a prompt without room for an
-        answer, RequestError for a constraint or a document that cannot be used, and the errors of
-        generate_events().
+        answer, RequestError for a constraint or a document that cannot be used, PoolError without
+        room in the pool, and the errors of generate_events().
         """
         check_room(request.prompt, self.model.n_ctx)
         self.n_passages = n_passages
@@ -289,7 +289,7 @@ class Answering:
             self.prefix_cache.reads(session, min(n_left, session.reader.chunk))
 
     def _looked_at(self, attention: AttentionSince) -> list[Passage] | None:
-        """Return the passages of the document that the answer looked at, while it is held."""
+        """Return the passages of the document that the answer looked at; None if it is not kept."""
         asked = self.document
         if asked is None:
             return None

@@ -1,6 +1,4 @@
-"""Run the worker threads that use the model, one per concurrent request, and add up their
-figures.
-"""
+"""Run the worker threads that use the model, one per lane, and add up their figures."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ class Job:
             raise _StoppedError
 
     def run(self, answering: Answering) -> Any:
-        """Execute the request; the chunks of a stream are emitted one by one."""
+        """Return the result of the call; with `emit`, pass on each item of it, and return None."""
         result = self.call(answering)
         if self.emit is None:
             return result
@@ -121,7 +119,7 @@ class Job:
 
 
 class Engine:
-    """Own a model and its worker threads, which alone use it; requests wait until a worker is free.
+    """Own a model and the threads that answer requests, which wait until one of these is free.
 
     As many choices are answered at a time as the model's pool holds sequences; one sequence less if
     documents are read.
@@ -181,7 +179,7 @@ class Engine:
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.lanes), thread_name_prefix="entropykv")
         self.stats: SessionStats = self._figures()
-        """Current figures; during a generation they are at most a quarter of a second old."""
+        """Current figures; during a generation, a step updates them each quarter of a second."""
         self.documents: DocumentReader | None = None
         """Reads documents in the background, if the server keeps any."""
         if documents is not None:

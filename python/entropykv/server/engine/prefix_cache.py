@@ -137,13 +137,13 @@ class PrefixCache:
         same beginning is just being read, this one waits for the common part, and calls `check`
         meanwhile, which may raise. reads() and has_read() report how far the prompt was read.
         `reads_question`: see Demand; then it waits for no other prompt, either. Raises the errors
-        of open_document().
+        of open_document(), and PoolError without room for a session.
         """
         n_document = 0 if document is None else len(self.open_document(document, caller))
         text, tenant = array("i", tokens), self._tenant(caller)
         prompt = _Prompt(text, caller, tenant, continues, document, n_document, reads_question)
         reading, go_on = self._started(prompt, check)
-        try:  # go_on() may take long, but no other prompt waits for it.
+        try:  # go_on() may take long, so that it runs without the lock.
             go_on()
         except BaseException:
             self.gives_up(reading.session)
@@ -257,7 +257,9 @@ class PrefixCache:
         return [each for each in found if each[0].caller == caller and each[0].document is None]
 
     def _nearest(self, prompt: _Prompt) -> tuple[_Conversation | None, int]:
-        """Return the tenant's conversation of which a copy saves most tokens, and how many."""
+        """Return the tenant's conversation of which a copy saves most tokens, and how many; (None,
+        0) if none saves LEAST_SPARED.
+        """
 
         def saved(kept: _Conversation, shared: int) -> int:
             return _place_in(kept.session, prompt.tokens, shared)
@@ -522,7 +524,7 @@ class PrefixCache:
         return session
 
     def forget(self, caller: Caller, session: Session) -> int:
-        """Drop the conversation of a session; returns its tokens, 0 if it is not kept."""
+        """Drop the conversation of a session; returns how many tokens it had, 0 if it is not kept."""
         with self._lock:
             kept = self._of(caller, session)
             if kept is None or not self._texts.remove(kept):

@@ -137,8 +137,8 @@ def _save_or_restore(
 
 
 def _erase(lane: AnswerLane, prefix_cache: PrefixCache, caller: Caller) -> int:
-    """Remove the caller's conversation from a slot; returns its tokens, or raises RequestError if
-    there is none.
+    """Remove the caller's conversation from a slot; returns how many tokens it had, or raises
+    RequestError if there is none.
     """
     erased = 0 if lane.latest is None else prefix_cache.forget(caller, lane.latest)
     if not erased:

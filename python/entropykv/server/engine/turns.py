@@ -29,9 +29,9 @@ class Conversations:
     """Keep sessions in a directory that replicas may share; the least recently used are removed
     first.
 
-    So any replica can continue any conversation, one at a time. A session is saved after every
-    turn, before the client receives the end of the answer, so nothing is left to save when a
-    replica stops or crashes.
+    So any replica can continue a conversation, if only one does so at a time. A session is saved
+    after every turn, before the client receives the end of the answer, so nothing is left to save
+    when a replica stops or crashes.
 
     `max_bytes` limits all files together. Raises SettingsError if the directory cannot be used.
     """
@@ -66,7 +66,7 @@ class Conversations:
         return self._directory / f"{digest}.session"
 
     def enter(self, caller: Caller) -> None:
-        """Load a caller's conversation, unless the prefix cache holds it already."""
+        """Load a caller's conversation, unless it has no file or is held; errors are logged."""
         path, held = self.path(caller), self._prefix_cache
         stamp = stamp_of(path)
         if stamp is None or (self._held.get(caller) == stamp and held.length_of(caller) > 0):
@@ -121,9 +121,9 @@ class TurnMiddleware:
     """Load a request's conversation before it is answered, and save it before the answer ends.
 
     A conversation is identified by a user's header X-Session-Id. Requests of the same conversation
-    wait for each other, and all do if the pool holds a single conversation. Every response to a
-    POST names its replica and, if it is not streamed, how many tokens of the prompt were read for
-    it.
+    wait for each other, and all do if the pool holds a single conversation. The response to a POST
+    that got its turn names the replica and, if it is not streamed, how many tokens of the prompt
+    were read for it.
     """
 
     def __init__(
@@ -135,7 +135,9 @@ class TurnMiddleware:
         self._conversations = conversations
         self._replica = replica.encode()
         self._locks: defaultdict[Caller | None, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """A lock for every conversation with a request; the key None is the lock for all."""
+        """A lock for every conversation that requests hold or wait for, or one under the key None
+        for the requests of all conversations, if the pool holds only one.
+        """
         self._waiting: defaultdict[Caller | None, int] = defaultdict(int)
         """How many requests hold or wait for each lock."""
 

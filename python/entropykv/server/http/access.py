@@ -8,7 +8,7 @@ Even without DNS rebinding, such a page can let a browser send a form or a text 
 asking first. It cannot read the answer, but it could store documents and use the model. Browsers
 say where such a request comes from; other clients do not send these headers.
 
-Every key is a user, and no user sees anything of another one. Requests with the same key see the
+Every key is a user, and no user sees texts of another one. Requests with the same key see the
 same conversations, whatever these are named; without any key, all requests belong to one user.
 """
 
@@ -220,7 +220,8 @@ class Keys:
         return len(self._digests)
 
     def user_of(self, authorization: bytes) -> str | None:
-        """Return the user whose key is in the header Authorization; None without a valid key.
+        """Return the user whose key is in the header Authorization; None without a valid key. A
+        server without keys has only the user ALL.
 
         All keys are compared in constant time, so that the time reveals nothing about a key.
         """
@@ -283,7 +284,7 @@ def note_user(scope: Scope, user: str) -> None:
 
 
 def user_of(scope: Scope) -> str:
-    """Return the id of the user of a request."""
+    """Return the id of the user of a request; ALL if none was recorded."""
     user: str = scope.get("state", {}).get("user", ALL)
     return user
 
@@ -297,7 +298,8 @@ class ApiKeyCheck(_Check):
         self._keys = keys
 
     def check(self, scope: Scope) -> None:
-        """Record the user of the request; raises RequestError (401) without a valid key.
+        """Record the user of the request; raises RequestError (401) without a valid key, unless the
+        path needs none.
 
         The body was not read yet: otherwise it would be held for somebody without a key, and count
         as one of --max-bodies.

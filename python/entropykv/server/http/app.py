@@ -98,8 +98,8 @@ def create_app(
     calls a function with the LoadedModel in a worker thread, and engine.before_close() registers a
     function for the shutdown (to save sessions, for example). `page`: the initial settings of
     conversations of the page at /. `viewer_seconds`: after how many seconds a viewer of the cache
-    has to ask again. Two apps share nothing. Raises the errors of a Pool for one model, and
-    SettingsError for a file of keys that cannot be read, and for impossible options of a model.
+    has to ask again. Two apps share no models. Raises the errors of load_model() for one model and
+    of cache_options() for several, and SettingsError for a file or a directory that is unusable.
     """
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
@@ -230,8 +230,8 @@ def _registry(
 
 
 def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, keys: Keys) -> None:
-    """Let requests pass in this order: log, host, CORS (a preflight has no key), origin, key,
-    body.
+    """Let requests pass in this order: log, form of errors, host, CORS (a preflight has no key),
+    origin, key, body, leases of models.
     """
     app.add_middleware(Leases)
     app.add_middleware(Bodies, admission=models.admission)

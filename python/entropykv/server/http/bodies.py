@@ -1,6 +1,6 @@
 """Receive the whole body of a request, then parse it once, within limits.
 
-No other part of the server waits for a client's bytes. Therefore a slow upload blocks neither a
+No other part of the app waits for the bytes of a body. Therefore a slow upload blocks neither a
 lane nor the turn of a conversation.
 """
 
@@ -62,7 +62,8 @@ class Bodies:
 
     async def _received(self, scope: Scope, receive: Receive, body: Body) -> bool:
         """Receive the body; returns False if the client has disconnected. Raises RequestError for a
-        body, or a name of a conversation, that is too long, and for a body that is too slow.
+        name of a conversation that is too long, a body that is too long or slow, and too many bytes
+        of all bodies.
         """
         headers = dict(scope["headers"])
         if len(session_in(scope["headers"]) or "") > MOST_NAME:

@@ -38,7 +38,7 @@ _TYPES = {
     501: "not_supported_error",
     503: "unavailable_error",
 }
-"""llama-server's types of errors by their status."""
+"""llama-server's types of errors by their status; RequestError has those of other statuses."""
 
 
 class RequestError(HTTPException):
@@ -110,7 +110,7 @@ def as_request_error(error: BaseException) -> RequestError:
 
 
 def without_frames(error: RequestError) -> RequestError:
-    """Return an error without its traceback and context.
+    """Remove traceback, cause and context from an error, and return it.
 
     Frames of tracebacks hold a request's text and tokens in reference cycles. The memory of large
     requests would be kept until the next garbage collection.
@@ -157,7 +157,7 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of an answer that is an error, in OpenAI's form."""
 
     error: ErrorDetails
 

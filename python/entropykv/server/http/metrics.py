@@ -42,9 +42,9 @@ _METRICS = (
 
 
 def as_json(engine: Engine, user: str) -> dict[str, Any]:
-    """Return all figures: those of SessionStats, and the numbers of requests by outcome.
+    """Return the figures of SessionStats, and as `requests` the numbers of requests by outcome.
 
-    They are sums over all users; only conversations of `user` are listed.
+    They are sums over all users; `conversations` lists only those of `user`.
     """
     requests = {str(outcome): count for outcome, count in engine.outcomes.items()}
     conversations = [

@@ -230,8 +230,8 @@ class HeldModel:
 
 
 def failure_of(held: HeldModel, error: Exception) -> RequestError:
-    """Return the error for clients after `error` while a model was loaded, without paths of this
-    machine.
+    """Return the error for clients after `error` while a model was loaded: a RequestError itself,
+    others without paths of this machine; errors of unknown kinds are logged.
     """
     if isinstance(error, RequestError):
         return error
@@ -244,7 +244,9 @@ def failure_of(held: HeldModel, error: Exception) -> RequestError:
 
 
 def again(error: RequestError) -> RequestError:
-    """Return a copy of an error. Each request needs its own, because raising adds a traceback."""
+    """Return a new error with the status, the message and the code of another one: raising adds a
+    traceback, so that each request needs its own.
+    """
     details = error.body["error"]
     return RequestError(error.status_code, str(details["message"]), code=details["code"])
 

@@ -118,7 +118,7 @@ class LoadedModel:
 
     @cached_property
     def traits(self) -> TemplateTraits:
-        """Return what the chat template shows of tools."""
+        """Return what the chat template can show, such as tools."""
         template = self.model.chat_template
         return TemplateTraits() if template is None else template.traits
 

@@ -53,10 +53,11 @@ _NOT_HERE = {
 def load_model(
     options: ModelOptions, images: ImageLimits | None = None, *, documents: bool = False
 ) -> LoadedModel:
-    """Load the model and make its pool; raises the errors of path_of(), of Pool, and of opening the
-    projector. `images`: the limits for the images of requests.
+    """Load the model, make its pool, and print notes about it. `images`: the limits for the images
+    of requests. `documents`: whether documents are read, for which the pool has one more sequence.
 
-    `documents`: whether documents are read, for which the pool has one more sequence.
+    Raises the errors of path_of(), of Pool, and of opening the projector, and SettingsError for
+    options that change nothing here or contradict each other.
     """
     _check(options)
     path, cache = path_of(options), cache_options(options, documents=documents)
@@ -228,7 +229,9 @@ def cache_options(options: ModelOptions, *, documents: bool = False) -> CacheOpt
 
 
 def for_thoughts(cache: CacheOptions, options: ModelOptions, path: Path) -> CacheOptions:
-    """Return the options, with checkpoints if the model thinks and nothing excludes them.
+    """Return the options, with checkpoints if the model at `path` thinks, unless they are set or a
+    pool, drafts, freezing or the flat store exclude them. Raises the errors of
+    read_chat_template().
 
     The next turn continues from before the last thought; without a checkpoint there, its whole text
     would be read again.

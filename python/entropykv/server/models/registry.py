@@ -1,7 +1,7 @@
 """Load the models of a server when requests need them, and unload unused ones.
 
-Only the event loop changes which models are loaded. Loading and freeing take place in threads, one
-at a time, while the other models continue to answer.
+Once requests arrive, only the event loop changes which models are loaded. Loading and freeing take
+place in threads, one at a time, while the other models continue to answer.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class ModelRegistry:
         return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
-        """Return the model with a name or alias, or the default; raises RequestError for a name
-        that is missing (400) or unknown (404).
+        """Return the model with a name or alias, or the default; in a server of one model, that
+        one. Raises RequestError for a name that is missing (400) or unknown (404).
         """
         if self.catalog.any_name or (name is None and self.catalog.default is not None):
             return self._held[str(self.catalog.default)]
@@ -165,7 +165,7 @@ class ModelRegistry:
 
         If necessary, the model is loaded; the request waits as long as its client is connected.
         Raises RequestError for an unknown model, one that cannot be loaded or that requests must
-        not load, too many waiting requests (429), or a timeout (504).
+        not load, too many waiting requests (429), a timeout (504), or a client that disconnects.
         """
         held = self.find(name)
         stack = until_answered(request)

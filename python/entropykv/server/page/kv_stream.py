@@ -175,7 +175,7 @@ class Picture:
 
 
 class CacheView:
-    """Take pictures for one viewer; nothing is sent twice, and nothing of other users."""
+    """Take pictures for one viewer, which have no conversations of other users."""
 
     def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
         """Show the `window` of a user's conversation, or of the latest one for None.
@@ -189,7 +189,9 @@ class CacheView:
         self._seen: object = None
 
     def take(self, model: LoadedModel) -> Picture | None:
-        """Return a picture, or None if nothing has changed since the last one."""
+        """Return a picture, or None if no conversation of the user has changed since the last one;
+        without any conversation, None if the pool has not.
+        """
         start = time.thread_time()
         with between_steps(model):
             sessions = conversations(model, self._user)

@@ -31,7 +31,7 @@ MOST_HOLDERS = 8
 _DOCUMENTS = re.compile(r".*/v1/documents(?:/([^/]+))?/?", re.DOTALL)
 """The paths of the routes of documents."""
 _PROMPT_CHARACTERS = 2048
-"""How many characters of a prompt without turns tell it from others."""
+"""How many characters of the first turn, or of a prompt without turns, tell it from others."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class ReplicaOptions:
 def application(
     model: ModelOptions, server: ServerOptions, options: ReplicaOptions, mark: str | None = None
 ) -> serve.Application:
-    """Return the Ray Serve application, for serve.run(); `options.sessions` must be set.
+    """Return the Ray Serve application for serve.run(); SettingsError without `options.sessions`.
 
     `mark`: the name that shared_documents.marked() gave; replicas that do not see it where
     documents are kept end with a SettingsError.
@@ -349,7 +349,9 @@ def _sessions(options: ReplicaOptions) -> Iterator[ReplicaOptions]:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that waits for the next signal, and returns its number."""
+    """Catch SIGINT, the signals that end a process and that of a restart inside the `with` block;
+    yields a function that waits for the next of them and returns its number.
+    """
     received: queue.SimpleQueue[int] = queue.SimpleQueue()
     numbers = [*system.ending_signals(), signal.SIGINT]
     if _RESTARTS is not None:
