@@ -50,9 +50,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Any) -> Constraint:
-        """Allow the JSON texts of a schema (parsed JSON); raises SettingsError beyond the limits
-        of schemas.
-        """
+        """Allow the JSON texts of a schema (parsed JSON); raises the errors of checked_schema()."""
         return cls(SCHEMA, json.dumps(checked_schema(schema), ensure_ascii=False))
 
     @classmethod

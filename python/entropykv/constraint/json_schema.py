@@ -32,7 +32,8 @@ _DEFINITIONS = ("$defs", "definitions", "$schema")
 
 
 def checked_schema(schema: Any) -> dict[str, Any]:
-    """Return a schema (parsed JSON) for llguidance; raises SettingsError for one beyond the limits.
+    """Return a copy of a schema (parsed JSON) with options for llguidance; raises SettingsError for
+    false, for what is no schema, and beyond the limits.
 
     The check visits every value once, without recursion.
     """

@@ -1,7 +1,7 @@
 """Convert a 1.58-bit model to a GGUF file that stock llama.cpp loads.
 
-The weights stay exact: the values -1, 0 and 1 are stored as TQ2_0 or Q4_0, and the F32 scale of a
-tensor is stored in a tensor of its own beside it.
+Ternary weights stay exact: the values -1, 0 and 1 are stored as TQ2_0, Q4_0 or F16, and the F32
+scale of a tensor in a tensor of its own beside it. Only F32 weights are stored with their scale.
 """
 
 from __future__ import annotations

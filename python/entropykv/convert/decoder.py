@@ -29,7 +29,7 @@ _BIASES = {
 @dataclass(frozen=True)
 class DecoderShape:
     """Hold the sizes of a model, in elements; `architecture` is the one that the converted file
-    declares.
+    declares. Shapes are (rows, columns) or (columns,).
     """
 
     architecture: str
@@ -42,7 +42,9 @@ class DecoderShape:
     n_vocab: int
 
     def projections(self) -> dict[str, tuple[int, int]]:
-        """Return the shape (outputs, inputs) of every ternary tensor, by its name without .weight."""
+        """Return the shape, (outputs, inputs), of every ternary tensor by its name, which lacks the
+        ending `.weight`.
+        """
         n_embd, n_ff = self.n_embd, self.n_ff
         n_embd_q, n_embd_kv = self.n_head * self.head_dim, self.n_head_kv * self.head_dim
         block = {

@@ -51,8 +51,9 @@ class Rope:
     def of_config(
         cls, path: Path, config: dict[str, Any], *, base: float, head_dim: int, n_ctx: int
     ) -> Rope:
-        """Read RoPE from a config.json that may lack its base; raises UnsupportedModelError for a
-        kind that cannot be converted.
+        """Read RoPE from a config.json; `base` is used if it names none. Raises
+        UnsupportedModelError for a kind that cannot be converted, and ModelFileError for a base
+        that is no positive number.
         """
         values = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = str(values.get("rope_type", values.get("type", "default")))
@@ -77,8 +78,8 @@ class Rope:
         return positive_number(self.path, key, self.values.get(key, default))
 
     def add_metadata(self, writer: GGUFWriter) -> None:
-        """Add the base and the scaling as metadata; llama3's factors are written as a tensor
-        instead.
+        """Add the base and the scaling as metadata, but llama3's factors are written as a tensor;
+        raises ModelFileError for an invalid value.
         """
         writer.add_rope_dimension_count(self.head_dim)
         writer.add_rope_freq_base(self.base)
@@ -104,8 +105,8 @@ class Rope:
 
         Source: _compute_llama3_parameters in transformers' modeling_rope_utils.py. Wavelengths
         above n_ctx / low_freq_factor are multiplied by `factor`, those below n_ctx /
-        high_freq_factor stay, and those between are blended. Raises ModelFileError unless
-        low_freq_factor is below high_freq_factor.
+        high_freq_factor stay, and those between are blended. Raises ModelFileError for invalid
+        values, and unless low_freq_factor is below high_freq_factor.
         """
         if self.kind != "llama3":
             return None
@@ -148,8 +149,8 @@ class HfCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> HfCheckpoint:
-        """Read config.json; raises ModelFileError if it is missing, and UnsupportedModelError for a
-        model that cannot be converted.
+        """Read config.json; raises ModelFileError if it is missing, ValueError if it is no JSON,
+        and UnsupportedModelError for a model that cannot be converted.
         """
         try:
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -258,9 +259,8 @@ class HfCheckpoint:
 
     @property
     def rope(self) -> Rope:
-        """Return the rotary position embedding.
-
-        Raises UnsupportedModelError for a kind that cannot be converted.
+        """Return the rotary position embedding; raises UnsupportedModelError for a kind that cannot
+        be converted, and ModelFileError for an invalid value.
         """
         shape = self.shape
         rope = Rope.of_config(

@@ -113,7 +113,7 @@ class MasterTensor(TernaryTensor):
 
     def inverse(self) -> np.float32:
         """Return the factor that weights are multiplied by before rounding; reads the whole tensor
-        once.
+        once. Raises ModelFileError for weights that are not finite.
         """
         if not self._inverse:
             total = math.fsum(map(self._absolute_sum, self.master.float_chunks()))

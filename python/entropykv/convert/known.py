@@ -108,8 +108,8 @@ class KnownModel:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Return the forms that `convert` can read: the directory as it is stored, and an I2_S
-        file.
+        """Return the forms that `convert` can read: the directory as it is stored, and an I2_S file
+        if there is one.
         """
         return (_PATHS[self.storage], *(["I2_S"] if self.i2s else []))
 

@@ -66,10 +66,10 @@ class OutputTensor:
 def plan_outputs(
     source: Source, weight_type: str, embedding_type: str | None
 ) -> list[OutputTensor]:
-    """Choose the type of every tensor; raises SettingsError for a type that rows do not fit into.
+    """Choose the type of every tensor; raises SettingsError for an impossible `embedding_type`.
 
-    The embedding and the output head get the same type; projections get the wanted type, or the
-    next one that fits.
+    The embedding and the output head get that type (None: see convert()); ternary tensors get
+    `weight_type`, or the next one that fits.
     """
     outputs: list[OutputTensor] = []
     plain = partial(_plain, source.path)
@@ -156,7 +156,7 @@ def _bias_divisor(source: Source, name: str, weight_type: str) -> TernaryTensor 
 
 def _ternary(path: Path, name: str, tensor: TernaryTensor, weight_type: str) -> list[OutputTensor]:
     """Make two outputs: the weight with a block scale of 1, and its exact scale as a tensor of its
-    own.
+    own. For F32, make one: the scaled weight.
     """
     kind = ternary_kind(tensor.shape[-1], weight_type)
     if kind == Kind.F32:

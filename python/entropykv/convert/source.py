@@ -33,7 +33,7 @@ FLOAT_TYPES = (
 
 
 class Tensor(ABC):
-    """Read a tensor that is stored somewhere in a file."""
+    """Read a tensor; methods raise ModelFileError if its file cannot be read."""
 
     shape: tuple[int, ...]
 
@@ -139,7 +139,9 @@ class TernaryTensor(Tensor):
 
     @abstractmethod
     def scale(self) -> np.float32:
-        """Return the factor of the ternary values, which is finite and above 0."""
+        """Return the factor of the ternary values; raises ModelFileError unless it is finite and
+        above 0.
+        """
 
     def ternary_chunks(self) -> Iterator[Ternary]:
         """Yield all rows without their scale, in order, as arrays of some rows, so that a large

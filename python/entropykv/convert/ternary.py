@@ -1,7 +1,7 @@
 """Pack and unpack ternary weights in the formats of other programs and of stock llama.cpp.
 
-All functions are numpy on whole tensors. `ternary` is an int8 array of -1, 0, 1 with shape (rows,
-columns): one row per output, as in GGUF and PyTorch.
+`ternary` is an int8 array of -1, 0, 1 with shape (rows, columns): one row per output, as in GGUF
+and PyTorch.
 """
 
 from __future__ import annotations

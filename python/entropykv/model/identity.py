@@ -41,7 +41,7 @@ class SplitName:
 
 
 def shape_of(geometry: ModelGeometry, header: bytes) -> dict[str, Any]:
-    """Return the shape in a model's header, and the header's hash.
+    """Return architecture, n_vocab, head_dim_k, head_dim_v and header_sha256 of a model, by name.
 
     `header`: all bytes before the tensor data. Another quantisation of the same model has another
     header.

@@ -45,8 +45,8 @@ class KeyBias:
 def read_key_biases(geometry: ModelGeometry) -> dict[int, KeyBias]:
     """Return the biases of keys by the number of the layer; layers without one are missing.
 
-    Also missing are layers that change keys after their bias (by a norm), and layers with a bias
-    that is not a finite number. Raises ModelFileError for a file that is damaged.
+    Also missing are layers that change keys after their bias (by a norm), and those whose bias is
+    too short, not finite, or in a part that is not there. Raises ModelFileError for a damaged file.
     """
     found: dict[int, KeyBias] = {}
     for part in parts_of(geometry.path):

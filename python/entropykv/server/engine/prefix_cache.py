@@ -524,7 +524,7 @@ class PrefixCache:
         return session
 
     def forget(self, caller: Caller, session: Session) -> int:
-        """Drop the conversation of a session; returns how many tokens it had, 0 if it is not kept."""
+        """Drop the conversation of a session; returns how many tokens it had, 0 if not kept."""
         with self._lock:
             kept = self._of(caller, session)
             if kept is None or not self._texts.remove(kept):
