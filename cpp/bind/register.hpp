@@ -1,5 +1,5 @@
 // Declares what module.cpp calls: one function, in a file of its name, for every class or group of
-// functions that belong together. They translate arguments and results, and compute nothing.
+// functions that belong together. They translate arguments and results.
 #pragma once
 
 #include <pybind11/pybind11.h>

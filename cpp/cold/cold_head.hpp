@@ -32,7 +32,7 @@ struct ColdRecord {
     std::int32_t position = kDead;
     float importance = 0.0f;           // when it was frozen
     std::int32_t frozen_at = kActive;  // the newest position when it was frozen
-    std::int32_t due = kNever;         // restored once the newest position is greater
+    std::int32_t due = kNever;         // restored once the newest position is this
     Detections detections{};
 
     bool frozen() const { return frozen_at != kActive; }

@@ -1,6 +1,6 @@
 // Evicts whole positions from llama.cpp's own cache, as README_ENTROPY_KV does: all heads keep the
-// same positions, llama_memory_seq_rm removes the others, and saving and loading the state compacts
-// the cells. This works with any backend.
+// same positions, llama_memory_seq_rm removes the other ones, and saving and loading the state
+// compacts the cells. This works with any backend.
 #pragma once
 
 #include <cstddef>
@@ -34,9 +34,11 @@ public:
               int rope_sinks);
 
     // Must be called before n_tokens tokens are read. Compacts if holes would slow attention down.
+    // Throws std::runtime_error if llama.cpp does not save or accept its state.
     void make_room(int n_tokens);
-    // Must be called after tokens at [position, position + n_tokens) were read. Evicts down to the
-    // budget.
+    // Must be called after tokens at [position, position + n_tokens) were read, and evicts what
+    // exceeds the budget. This and the next three functions throw std::runtime_error if llama.cpp
+    // cannot remove positions.
     void settle(std::int32_t position, int n_tokens);
     void set_budget(int budget, const Protection& protection);
     void truncate(std::int32_t position);

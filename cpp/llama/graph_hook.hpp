@@ -1,7 +1,7 @@
 // Connects a store to llama.cpp through the evaluation callback of one llama_context. First the
 // context decodes one token while the graph is only probed (attention_probe.hpp). After serve() or
-// serve_on_devices(), every graph is changed before it is computed. Products of
-// quantised weights and gates are changed in any case (weight_hook.hpp).
+// serve_on_devices(), attention and products of weights are changed in every graph before it is
+// computed. Gates are changed in any case (weight_hook.hpp).
 #pragma once
 
 #include <ggml.h>
@@ -40,7 +40,7 @@ public:
     virtual void end_step() {}
     // Throws GraphError if the graph of the step was unexpected, or what computing it has thrown.
     virtual void check_step() {}
-    // Returns how many nodes a step must have changed, and how many it has.
+    // Return how many nodes a step must have changed, and how many it has.
     virtual int n_expected() const = 0;
     int n_served() const { return served_; }
 
@@ -87,7 +87,7 @@ public:
 
     void begin_step();
     // Throws GraphError unless, since begin_step(), every layer was served for all tokens, and its
-    // gate was changed; throws what computing it has thrown.
+    // gate was changed; throws what computing the graph has thrown.
     void check_step();
 
 private:

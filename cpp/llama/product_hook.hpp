@@ -1,5 +1,5 @@
-// Replaces products of quantised weights in the graphs of a llama_context by ours, if the type and
-// shape of the weights are among those for which our kernels are faster.
+// Replaces products of quantised and f16 weights in the graphs of a llama_context by ours, where
+// our kernels serve them and llama.cpp's kernel is not faster.
 #pragma once
 
 #include <ggml.h>
@@ -45,8 +45,8 @@ private:
 class ProductHook {
 public:
     // n_threads: the most threads of an op. few_tokens: products of up to this many tokens are left
-    // to llama.cpp's kernel where that is faster for one; 0: none are, because the tokens of
-    // several sequences are read together, and may be more. kernels: a name in
+    // to llama.cpp's kernel where that is faster for one; 0: none are, so that the results of
+    // a token do not depend on how many are read with it. kernels: a name in
     // available_products(); empty: the fastest ones. Throws std::invalid_argument for another name.
     explicit ProductHook(int n_threads, int few_tokens = 1, const std::string& kernels = "");
     ProductHook(const ProductHook&) = delete;

@@ -32,8 +32,8 @@ bool is_weight(const ggml_tensor* tensor) {
            ggml_backend_buffer_get_usage(tensor->buffer) == GGML_BACKEND_BUFFER_USAGE_WEIGHTS;
 }
 
-// Tells whether there is a RoPE node between a tensor and the projections it comes from. Also
-// returns true if more than `left` nodes would have to be searched.
+// Tells whether there is a RoPE node between a tensor and the projections it comes from. Counts
+// the searched nodes down in `left`, and also returns true if that falls below 0.
 bool has_rope_behind(const ggml_tensor* tensor, const DeviceCopies& copies, int& left) {
     tensor = copies.source_of(tensor);
     if (tensor == nullptr || tensor->op == GGML_OP_NONE) return false;

@@ -10,7 +10,7 @@
 
 namespace entropykv {
 
-// Puts each part at an aligned offset.
+// Empties `bytes`, and puts each part at an aligned offset there.
 class StepInput {
 public:
     StepInput(const Device& device, std::vector<std::uint8_t>& bytes)

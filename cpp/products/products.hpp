@@ -1,4 +1,4 @@
-// Computes products of quantised weights on the threads of an op: decides which kernels are used,
+// Computes products of weights on the threads of an op: decides which kernels are used,
 // who rounds the activations, and who takes which rows.
 #pragma once
 

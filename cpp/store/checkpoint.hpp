@@ -81,10 +81,10 @@ std::unique_ptr<Checkpoint> make_checkpoint(StoreComponents& components);
 // exceeds the budgets. If `ends` is true, the checkpoint is dropped, and pages that only it owned
 // need not be copied. Returns false if the pool has no room for the copies: then the store is empty
 // and the checkpoint unchanged. Throws std::invalid_argument if the checkpoint belongs to another
-// pool or was dropped.
+// pool or was dropped, and std::logic_error if the store freezes entries.
 bool fork_from(HeadStore& store, Checkpoint& from, bool ends);
 
-// Returns a KV head of a checkpoint of the same pool. Throws like fork_from().
+// Returns a KV head of a checkpoint of the same pool. Throws std::invalid_argument as fork_from().
 const CheckpointHead& checkpoint_head(const StoreComponents& components, const Checkpoint& from,
                                       int layer, int head);
 

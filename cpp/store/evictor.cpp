@@ -175,7 +175,7 @@ void Evictor::measure_losses(Head& head, int total, std::int32_t newest,
     losses(head.dropped.value_or(DroppedScores{}), head.losses);
 }
 
-// Marks in mask_ the `keep` entries that stay and the protected ones; returns how many are marked.
+// Marks in mask_ which entries stay, and returns how many: see select_survivors().
 int Evictor::select(int total, int keep, const Protection& protection,
                     std::int32_t newest) noexcept {
     const Protection& last = selected_.protection;

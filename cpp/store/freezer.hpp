@@ -81,9 +81,10 @@ class Schedule {
 public:
     explicit Schedule(StoreCommon& common) : common_(common), freezer_(common) {}
 
-    // Counts the stored entries that got little attention as detected, and freezes them. Entries
-    // that are due replace them, but leave room for the staged entries, of which there are as many
-    // as queries. mask: has room for the head's entries; buffer: for a page of storage.
+    // Counts the stored entries that got little attention as detected, and freezes those that the
+    // schedule freezes for a step or more. Entries that are due take their places, but leave room
+    // for the staged entries, of which there are as many as queries. mask: has room for the head's
+    // entries; buffer: for a page of storage.
     void follow(Head& head, int n_queries, const float* observed, std::uint8_t* mask,
                 std::byte* buffer) const noexcept;
     // Restores entries that are due while there is room.

@@ -20,13 +20,15 @@ public:
     explicit FrozenHeads(StoreComponents& components) : components_(components) {}
 
     // Gives every head that can freeze entries its cold storage, as the settings say. Throws
-    // std::invalid_argument if no head can freeze, or a limit is too small.
+    // std::invalid_argument if no head can freeze, and for a limit or a schedule that is
+    // impossible.
     void start();
-    // Gives up all frozen entries and freezes nothing more, for example after storage failed.
+    // Gives up all frozen entries, which count as evicted, and freezes nothing more.
     void stop();
 
     // Reserves cold storage before a micro-batch for all entries of a head that may be frozen;
-    // returns how many entries may be restored because their time is over.
+    // returns how many entries may be restored because their time is over. This function and
+    // freeze_all() throw what ColdHead::prepare() throws.
     int prepare(Head& head, int n_tokens);
     // Freezes all held entries between micro-batches, in the order of their slots.
     void freeze_all(std::int32_t now);

@@ -59,7 +59,7 @@ public:
 
     // Makes room for the states of all heads, with counts[head] entries each, under budgets that
     // set_budgets() will set before load(). Then load() cannot fail. Throws std::bad_alloc or
-    // ColdStorageError if there is no room, and changes nothing.
+    // ColdStorageError if there is no room, and then changes no entry.
     void begin(const std::vector<int>& counts, const std::vector<const std::byte*>& states,
                const std::vector<int>& budgets);
     // Replaces the entries of a head by those of a state that problem() accepts. If the state holds

@@ -62,8 +62,9 @@ void reserve_undo(Head& head, int n_drafts, int scoring_interval) {
 }
 
 // Copies the pages that a micro-batch may write to and that have other owners. Pages behind the
-// stored entries belong to the head from now on. The others, which an eviction may or may not write
-// to, become its own when it does: so most pages of a mapped file stay shared with other processes.
+// stored entries belong to the head from now on. A page of stored entries without other owners
+// stays marked as shared until an eviction writes to it, so that most pages of a mapped file stay
+// shared with other processes.
 void own_what_is_written(Head& head, int n_tokens) {
     if (!head.pages.any_shared()) return;
     const auto appended = static_cast<std::size_t>(head.layout().page_of(head.count()));

@@ -33,9 +33,9 @@ public:
                     const KernelTable& kernels, float* scratch) noexcept;
 
     void clear();
-    // count() returns how many entries a layer's sums cover. sums() returns [KV head][n + 1][n +
-    // 1]: the sums of the products of every two of the n features and, as the last value,
-    // log(max(observed, 1e-5)).
+    // count() returns how many entries a layer's sums cover, in the head with most. sums() returns
+    // [KV head][n + 1][n + 1]: the sums of the products of every two of the n features and, as the
+    // last value, log(max(observed, 1e-5)).
     std::size_t count(std::size_t layer) const;
     std::vector<double> sums(std::size_t layer) const;
     std::size_t bytes() const;

@@ -1,6 +1,6 @@
 // Brings frozen entries back that the queries of a step would attend to, before the head is
-// attended to. Sketches of the keys, in memory, tell which entries these are, so storage is read
-// only for them. An object holds the scratch of one thread.
+// attended to. Sketches of the keys, in memory, tell which entries these are, so only
+// their pages of storage are read. An object holds the scratch of one thread.
 #pragma once
 
 #include <cstddef>

@@ -23,8 +23,8 @@ struct StoreLayer {
     std::vector<PageLayout> head_layouts{};
     std::vector<Head> heads{};
     std::unique_ptr<ColdLayout> cold{};  // null: nothing of the layer is ever frozen
-    // Hold the features of the layer's entries and the inverse of its RoPE, once a predictor or
-    // lessons need them.
+    // Hold where the features of the layer's entries lie, and the inverse of its RoPE, once a
+    // predictor or lessons need them.
     std::optional<FeatureShape> features{};
     const InverseRope* inverse_rope = nullptr;
 };
@@ -71,11 +71,12 @@ struct StoreComponents {
     // Sizes the workspaces for a micro-batch, and for heads with as many entries as the largest of
     // their budgets, `upcoming` and most_loaded.
     void size_workspaces(int upcoming = 0);
-    // Counts the bytes of all workspaces and of importance that is kept outside of shared pages;
-    // the staging area is not included.
+    // Counts the bytes of workspaces, undo logs, key centres, rotations of RoPE, and importance
+    // that is kept outside of shared pages; the staging area is not included.
     std::size_t scratch_bytes() const;
     void evict_to_budgets();
-    // Copies all pages that have other owners, so that they can be written to.
+    // Copies all pages that have other owners, so that they can be written to. Throws
+    // std::logic_error if the pool has no pages for the copies.
     void copy_shared_pages();
 
     // From the next micro-batch on, measures what each head would have lost if it had kept, beyond
@@ -84,7 +85,8 @@ struct StoreComponents {
     void measure_losses(const std::vector<int>& knots);
     // Returns the losses that the last such micro-batch measured, [KV head of all layers][knot]:
     // the sums of the scores of all entries that would not be kept, divided by the head's squared
-    // outputs if scores are squares. of_held: without entries that were dropped before.
+    // outputs if scores are squares that include values. of_held: without entries that were dropped
+    // before.
     std::vector<double> last_losses(bool of_held) const;
 
     // Sets the features of all layers once a predictor or lessons need them. Called before every

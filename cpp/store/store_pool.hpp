@@ -1,7 +1,7 @@
-// Holds what sequences of one model share: the pages of a hard budget, of which each has a
-// share, and the staging area. The shares never add up to more than the pool has. A store never
-// owns more pages than its share, counting shared pages, too. Therefore every shared page can be
-// copied at any time, after checkpoints, which have no share, have been dropped.
+// Holds what sequences of one model share: the pages of a hard budget, of which each has a share,
+// the staging area, predictors, and lessons. The shares never add up to more than the pool has. A
+// store never owns more pages than its share, counting shared pages, too. So every shared page can
+// be copied at any time, after checkpoints, which have no share, have been dropped.
 #pragma once
 
 #include <cstddef>
@@ -62,8 +62,8 @@ public:
     // Makes the pool of a single store: its budget is always the store's share.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
               bool stages_all_layers = false);
-    // Makes a pool for up to n_sequences sequences; set_pages() sets its budget.
-    // Each of them may read up to n_drafts drafts at a time.
+    // Makes a pool for up to n_sequences sequences, each with up to n_drafts drafts at a time;
+    // set_pages() sets its budget. Both throw std::invalid_argument for impossible numbers.
     StorePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens, int n_sequences,
               int n_drafts = 0);
 
@@ -72,21 +72,21 @@ public:
     const Staging& staging() const { return staging_; }
     PredictorWeights& predictor() { return predictor_; }
     const PredictorWeights& predictor() const { return predictor_; }
-    // Training data for the predictor. No lock is needed, since only one sequence of a step has an
-    // echo.
+    // Holds training data for the predictor. There is no lock, since only one sequence of a step
+    // has an echo.
     std::shared_ptr<LessonSums> lessons{};
     bool collects_lessons = false;
     // Counts the bytes of the predictor and the lessons.
     std::size_t prediction_bytes() const;
     std::size_t shared_pages() const { return shared_pages_; }
 
-    // Sets how many pages the pool has. If it shrinks, memory goes back to the system: see
-    // mapped_bytes(). Throws std::invalid_argument if the shares need more pages, and
-    // std::logic_error if more pages stay in use.
+    // Sets how many pages the pool has. If it shrinks, checkpoints are dropped until the used pages
+    // fit, and memory goes back to the system. Throws std::invalid_argument if the shares need more
+    // pages or memory has no addresses for them, and std::logic_error if more stay in use.
     void set_pages(std::size_t pages);
 
-    // Takes pages from a mapped file: see PagePool::adopt(). If pages that are free lie between
-    // those in use, the latter are first moved together.
+    // Takes pages from a mapped file: see PagePool::adopt(). If free pages between those in use
+    // prevent that, those in use are first moved together.
     std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
                      const std::vector<std::size_t>& unused);
 
@@ -111,8 +111,8 @@ public:
             throw std::logic_error("checkpoints that nothing may drop hold the pool's last pages");
     }
 
-    // Stores call the following functions. check_share() throws std::invalid_argument if the other
-    // shares do not leave `pages` pages.
+    // Stores call the following functions; `before` is the store's present share. check_share()
+    // throws std::invalid_argument if the other shares do not leave `pages` pages.
     void check_share(std::size_t before, std::size_t pages) const;
     void set_share(std::size_t before, std::size_t pages);
     void join(HeadStore& store) { stores_.push_back(&store); }
@@ -157,7 +157,7 @@ public:
     void add_used(std::size_t pages) { used_ += pages; }
     void note_peak();
     // Returns a page with the same contents that has no other owner: a copy, or the page itself if
-    // the other owners have left it.
+    // the other owners have left it. Throws like take().
     std::byte* own(std::byte* page, std::size_t bytes);
     bool is_shared_page(const std::byte* page) const { return pool_->pages().is_shared(page); }
 

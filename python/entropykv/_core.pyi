@@ -1,4 +1,4 @@
-"""The C++ extension of entropykv: stores, attention and budgets."""
+"""The C++ extension of entropykv: stores, attention, products of weights, and budgets."""
 
 from collections.abc import Callable, Sequence
 
@@ -193,8 +193,8 @@ class RopeParams:
     @property
     def frequencies(self) -> list[float]:
         """Return by how many radians each pair of values turns from one position to the next,
-        (n_dims / 2). Raises ValueError if `n_dims` is odd or negative, or if there are fewer
-        `freq_factors` than pairs, unless there are none.
+        (n_dims / 2). Raises ValueError if `n_dims` is odd or negative, `offset` is negative, or
+        there are fewer `freq_factors` than pairs, unless there are none.
         """
 
 def key_centre(
@@ -205,7 +205,8 @@ def key_centre(
 
     `bias`: what the model adds to keys before RoPE. `spread`: the standard deviations of keys
     before the bias is added. Both have k_dim values. `magnitude`: the factor by which RoPE
-    multiplies keys. Raises ValueError for values that do not fit the RoPE, or are not finite.
+    multiplies keys. Raises ValueError if bias and spread differ in length or do not
+    fit the RoPE, and for values that are not finite.
     """
 
 class AttentionNode:
@@ -259,7 +260,7 @@ class WindowProbe:
         that was computed since clear(); -1 cells: the mask could not be read.
         """
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Forget what `visible` returns."""
 
 def product_kernels() -> list[str]:
     """Return the names of the kernels for products of quantized weights that this machine can run.
@@ -313,7 +314,7 @@ class WeightHook:
         """
 
     def begin_step(self) -> None:
-        """Begin to count for check_step(); must be called before every decode."""
+        """Begin to count the layers whose gate is changed; must be called before every decode."""
     def check_step(self) -> None:
         """Raise GraphError unless the gate of every layer was changed since begin_step(); without
         squared ReLU, there is nothing to check.
@@ -401,7 +402,9 @@ class GraphHook:
         """
 
     def begin_step(self) -> None:
-        """Begin to count for check_step(); must be called before every decode."""
+        """Begin to count the layers whose attention is replaced, for check_step(); must be called
+        before every decode.
+        """
     def check_step(self) -> None:
         """Raise GraphError unless, since begin_step(), the attention of every layer was replaced
         for all tokens, and its gate was changed where that is necessary. Raises RuntimeError if a
@@ -748,16 +751,16 @@ class HeadwiseStore:
         """Measure in every micro-batch how much each KV head would lose if it kept only a limited
         number of unprotected entries.
 
-        `knots`: these numbers, ascending from 0; empty: stop measuring, and keep the values of
-        losses(). Raises ValueError unless they ascend.
+        `knots`: these numbers, ascending, 0 or more; empty: stop measuring, and keep the values of
+        losses(). Raises ValueError for other numbers.
         """
 
     def losses(self, of_held: bool = False) -> npt.NDArray[np.float64]:
         """Return the losses in the last measured micro-batch, flat: [KV head of all layers][knot].
 
-        A loss is the sum of the scores of the entries that would not be kept, divided by the
-        squared norms of the outputs of the head where scores are squares. `of_held`: without the
-        losses from entries that were dropped before.
+        A loss is the sum of the scores of the entries that would not be kept; for measure `mass`
+        with `by_values`, it is divided by the squared norms of the head's outputs. `of_held`:
+        without the losses from entries that were dropped before.
         """
 
     def predictor_features(self, layer: int) -> int:
@@ -809,8 +812,8 @@ class HeadwiseStore:
 
     @property
     def is_predicted(self) -> bool:
-        """Tell whether set_predictor() has given weights to every layer. Without weights, the
-        scores of measure `predicted` are all equal.
+        """Tell whether set_predictor() has given weights to every layer. Without weights, all
+        entries of a layer are predicted the same share.
         """
 
     def collect_lessons(self, on: bool) -> None:
@@ -870,7 +873,7 @@ class HeadwiseStore:
 
     def state_padding(self, layer: int, kv_head: int) -> int:
         """Return how many zero bytes follow the state of a KV head in a file, so that its pages can
-        be mapped. Raises ValueError for a head that does not exist.
+        be mapped; 0 if they cannot. Raises ValueError for a head that does not exist.
         """
 
     def save_head(self, layer: int, kv_head: int) -> bytes:
@@ -933,8 +936,8 @@ class HeadwiseStore:
     def rebase(
         self, ropes: Sequence[RopeParams], n_sinks: int, old_shift: int, new_shift: int
     ) -> None:
-        """Rotate every stored key from its RoPE position under `old_shift` to that under
-        `new_shift`: see rope_position().
+        """Rotate every stored or frozen key from its RoPE position under `old_shift` to that
+        under `new_shift`: see rope_position().
 
         `ropes`: one for each layer. Raises ValueError if they do not fit the keys of the layers,
         and RuntimeError if the pool has no pages left for copies of shared ones.
@@ -950,8 +953,8 @@ class HeadwiseStore:
     """True if the next micro-batch searches frozen entries, regardless of `recall_interval`."""
 
     def freeze_all(self, now: int) -> None:
-        """Freeze all entries; `now`: the newest position. Raises ColdStorageError, and freezes
-        nothing, if cold storage is full.
+        """Freeze all entries of layers without a window; `now`: the newest position. Raises
+        ColdStorageError, and freezes nothing, if cold storage is full.
         """
 
     def restore(
@@ -966,7 +969,7 @@ class HeadwiseStore:
         """
 
     def stop_freezing(self) -> None:
-        """Discard all frozen entries, and freeze none from now on."""
+        """Discard all frozen entries, which count as evicted, and freeze none from now on."""
 
     def frozen_positions(self, layer: int, kv_head: int) -> _Ints:
         """Return the positions of the frozen entries of a KV head, ascending, (n,). Raises
@@ -1380,11 +1383,12 @@ def rope_position(position: int, n_sinks: int, shift: int) -> int:
 
 def read_bandwidth(n_bytes: int, n_threads: int) -> float:
     """Return the bytes per second at which `n_threads` threads together read `n_bytes` bytes of
-    memory once. Raises ValueError for fewer than 8 bytes, and for no threads.
+    memory once. Raises ValueError for fewer than 8 bytes or no threads, and RuntimeError for fewer
+    than 128 bytes per thread.
     """
 
 def available_kernels() -> list[str]:
-    """Return the instruction sets that this machine can run, the slowest first."""
+    """Return the names of the attention kernels that this machine can run, the slowest first."""
 
 def select_survivors(
     scores: npt.ArrayLike,
@@ -1458,9 +1462,9 @@ def losses_at(
 
 def curve_shares(knots: Sequence[float], losses: Sequence[float], total: float) -> list[float]:
     """Divide `total` entries among heads so that the sum of their losses is least; returns the part
-    of each head. `losses`: [head][knot], flat, for `knots` entries of a head. Raises ValueError
-    unless `knots` ascend from 0, for losses outside of 0 to 1e9, and if their number is not a
-    multiple of that of the knots.
+    of each head, at most the last knot. `losses`: [head][knot], flat, for `knots` entries of a
+    head. Raises ValueError unless `knots` ascend from 0, for losses outside of 0 to 1e9, and if
+    their number is not a multiple of that of the knots.
     """
 
 def share_by_curves(
