@@ -65,8 +65,8 @@ class Cluster:
         """Run a task for every element of `work`, which is read as tasks are submitted.
 
         `receive` gets every result as soon as its task ends, in any order. Raises SettingsError if
-        no node has enough CPUs, EntropyKVError if the workers of a task die MOST_TRIES times, and
-        the EntropyKVErrors of tasks.
+        no node has enough CPUs, EntropyKVError if the workers of a task die MOST_TRIES times, the
+        EntropyKVErrors of tasks, and Ray's RayTaskError for their other errors.
         """
         self._check_cpus(kind.threads)
         shared = self._ray.put(kind.shared)

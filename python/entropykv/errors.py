@@ -53,7 +53,7 @@ class SessionFileError(EntropyKVError, ValueError):
 
 
 class DocumentBusyError(SessionFileError):
-    """Raised if another process, or another thread, is reading a document into the same file."""
+    """Raised if another process or thread is reading, using or removing a document."""
 
 
 class StorageError(EntropyKVError):
@@ -69,10 +69,11 @@ class PoolError(EntropyKVError):
 
 
 class ContextError(EntropyKVError, ValueError):
-    """Raised for an empty prompt, a prompt longer than the context, or a position out of range.
+    """Raised for a prompt that is empty, too long for the context or no text, a position out of
+    range, or a question without a document.
 
-    `n_tokens` and `n_ctx` are how many tokens the too long prompt has, and how many the context
-    has; None for other errors.
+    `n_tokens` and `n_ctx`, if they are known, are how many tokens a too long prompt has, and how
+    many the context has.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class ImageError(EntropyKVError, ValueError):
 
 
 class SettingsError(EntropyKVError, ValueError):
-    """Raised for an option with an impossible value."""
+    """Raised for an option or argument that is unknown or has an impossible value."""
 
 
 class VersionError(EntropyKVError, ImportError):

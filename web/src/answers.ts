@@ -1,4 +1,4 @@
-// Brings answers into conversations.
+// Says, changes and repeats turns of conversations, and brings the answers into them.
 import { ApiError, connection, eventsOf, request } from "./api";
 import {
   type Attachment,

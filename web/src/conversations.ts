@@ -19,7 +19,8 @@ export interface Attachment {
   text: string;
 }
 
-// Describes a passage of a document that an answer attended to; `start` and `end` count characters.
+// Describes a passage of a document that an answer attended to; `start` and `end` count characters,
+// and `share` is the part of the attention that the passage got.
 export interface Passage {
   start: number;
   end: number;
@@ -192,7 +193,7 @@ export function set(settings: Settings): void {
   change(chosen().id, () => ({ settings }));
 }
 
-// Ask for the server's defaults, and use them in conversations that have no messages yet.
+// Ask for the server's defaults; the first ones are used in conversations without messages.
 export async function learnDefaults(): Promise<void> {
   const given = await get<Defaults>("v1/web/defaults");
   await learnModels(given.model);

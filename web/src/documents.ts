@@ -21,7 +21,7 @@ export interface DocumentState {
   error: string | null;
 }
 
-// The state of the server's documents, by name.
+// The states of the documents of the chosen model, by name.
 export const documents = new Store<Record<string, DocumentState>>({});
 
 const isRead = (state: DocumentState | undefined): boolean =>
@@ -72,7 +72,7 @@ export async function readDocument(file: string, text: string): Promise<void> {
   }
 }
 
-// Ask how far a document is until it is read; the function that is returned stops that.
+// Ask how far a document is until it was read or failed; the function that is returned stops that.
 export function watchDocument(name: string): () => void {
   const controller = new AbortController();
   const ask = async (): Promise<void> => {
@@ -95,7 +95,7 @@ export function watchDocument(name: string): () => void {
   return () => controller.abort();
 }
 
-// Why an answer about a document has no passages.
+// Returns the sentence that says why an answer about a document has no passages.
 export function whyNoPassages(name: string | undefined): string {
   const tokens = (name && documents.value[name]?.tokens) || 0;
   return tokens > MOST_PASSAGE_TOKENS

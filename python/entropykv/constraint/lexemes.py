@@ -46,7 +46,7 @@ def lark_of(
     text: str, root: str, token_of: Callable[[str], int | None], ends: Iterable[int] = ()
 ) -> str:
     """Return a GBNF grammar in llguidance's Lark; raises SettingsError for text that is not a
-    grammar.
+    grammar, and for rules that are too deep within each other.
 
     `ends`: the tokens that end a text; where the grammar allows every token but one (!<token>), it
     does not allow these.
@@ -109,8 +109,8 @@ class _Grammar:
                 )
 
     def _size(self, part: Part, depth: int) -> float:
-        """Return how many characters a regular expression of the part matches by, counting those of
-        its rules; infinite if there is none.
+        """Return how many sets of characters a regular expression of the part has, with those of
+        its rules; infinite if there is no such expression.
         """
         if depth > MOST_NESTED:
             return float("inf")

@@ -60,9 +60,10 @@ class Trials:
         self._lock = threading.Lock()
 
     def check(self, constraint: Constraint, poll: Callable[[], object]) -> None:
-        """Raise SettingsError for a constraint that takes too long, or too much memory, to compile.
+        """Raise SettingsError for a constraint that takes too long, or too much memory, to compile,
+        or that is no grammar; a short one is only tried if it has costly words.
 
-        `poll` is called every few milliseconds; an exception that it raises ends the trial.
+        `poll` is called every 20 milliseconds; an exception that it raises ends the trial.
         """
         source = constraint.source
         if len(source) <= _SURELY_CHEAP and not any(word in source for word in _COSTLY):

@@ -44,7 +44,7 @@ function timeLabel(seconds: number, least: number): string {
   return seconds < 0.93 * least ? "" : `−${duration(-seconds)}`;
 }
 
-// Lists values without neighbours in time, which no line can show: they are drawn as points.
+// Lists the places of values without neighbours in time, which no line can show: they are points.
 function alone(plot: uPlot, series: number): number[] {
   const values = plot.data[series]!;
   const found = [];

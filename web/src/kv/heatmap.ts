@@ -1,4 +1,4 @@
-// Draws a map: one row per KV head, and one column per range of positions.
+// Draws a map: one row per KV head, or one for all heads, and one column per range of positions.
 import { colour } from "../theme";
 import type { HeldMap } from "./stream";
 

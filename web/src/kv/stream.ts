@@ -136,7 +136,7 @@ export interface Point {
   rests: boolean;
   held: number;
   frozen: number;
-  // Entries and tokens per second; null: nothing happened for a while.
+  // Entries and tokens per second; null: nothing happened, or for too short a time.
   evicted: number | null;
   restored: number | null;
   read: number | null;
@@ -207,8 +207,8 @@ export async function watch(
   }
 }
 
-// Tells whether several conversations share the pool at present. A document and the only
-// conversation about it count as one.
+// Tells whether several conversations share the pool at present, also of other users. A document
+// and the only conversation about it count as one.
 export const hasSeveral = ({ shared }: About, { conversations, pool }: Picture): boolean =>
   shared && (pool.others || conversations.filter((each) => !each.document).length > 1);
 
@@ -325,7 +325,7 @@ function shareOf(holder: Holder, time: number, points: Point[]): Share {
   };
 }
 
-// Wait until performance.now() reaches `time`, and then until the server can be reached.
+// Wait until the server can be reached with a key, and performance.now() has reached `time`.
 function until(time: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     let timer = 0;
