@@ -183,8 +183,6 @@ void Attention::make_units(int layer) noexcept {
         });
 }
 
-// The nodes of the graph call the following functions.
-
 // Calls visit(token, head, page, slot) for the part of the micro-batch that this thread stages. A
 // part is made of whole groups, since the entries of a group share cache lines.
 template <typename Visit>

@@ -27,9 +27,9 @@ public:
     // With a shared choice, all heads of a layer rank entries by the sum of what they observed, so
     // that heads with equal budgets keep the same positions.
     void set_shared_choice(bool on) { shared_choice_ = on; }
-    // Recall runs in every micro-batch of several tokens unless begin() says otherwise, and in
-    // every recall_interval-th one of a single token. If recalls_now() is set to true, it runs in
-    // the next micro-batch in any case.
+    // Unless recall_interval is 0, recall runs in micro-batches of several tokens that begin() does
+    // not exclude, in every recall_interval-th one of a single token, and in the next one if
+    // recalls_now() is set to true.
     bool& recalls_now() { return recalls_now_; }
     EntropyMeter& entropies() { return entropies_; }
     const EntropyMeter& entropies() const { return entropies_; }
@@ -74,8 +74,8 @@ public:
     HeadStore& store() { return store_; }
     const HeadStore& store() const { return store_; }
 
-    // Counts the bytes besides the store: what was observed and is not committed yet, and the
-    // scratch of the threads unless other sequences share it.
+    // Counts the bytes besides the store: partial results, what was observed, recorded queries and
+    // entropies, and the scratch of the threads unless other sequences share it.
     std::size_t scratch_bytes() const;
     // Frees scratch between micro-batches, after budgets shrank; the next micro-batch allocates
     // what it needs.

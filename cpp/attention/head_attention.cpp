@@ -326,7 +326,6 @@ void HeadAttention::attend_token(const RowTile& tile, int chunk, int upcoming) n
                 });
 }
 
-// Merges the partial softmaxes of a tile into that of its first chunk.
 SoftmaxState HeadAttention::merge_tile(const RowTile& tile) noexcept {
     const int chunks = split_.chunks(call_.total(tile.head));
     for (int r = 0; chunks > 1 && r < tile.count; ++r) merge_row(tile, chunks, r);

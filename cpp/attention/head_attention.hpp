@@ -157,7 +157,6 @@ public:
         return (before_ + head) % n_working_ == thread;
     }
 
-    // Queues a head of the layer that was attended to.
     void add(int layer, int head, const float* observed, float squares) noexcept;
 
     // run_before() and run_due() commit heads that belong to this thread: run_before() the heads of
@@ -306,7 +305,6 @@ public:
 private:
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
 
-    // The following functions attend with a tile.
     void attend_rows(const RowTile& tile, int chunk) noexcept;
     void attend_token(const RowTile& tile, int chunk, int upcoming) noexcept;
     void load_queries(const RowTile& tile) noexcept;
@@ -330,7 +328,6 @@ private:
     void add_observed(const RowTile& tile, const SoftmaxState& state, Statistic what,
                       const float* weights, float* observed) noexcept;
 
-    // The following functions are for a head with all of its tiles.
     float output_squares(int head) const noexcept;
     float* carry(int head) noexcept;
     float* carry_echo_shares(int head) noexcept;

@@ -66,7 +66,8 @@ public:
     };
     // Stages K and V for the first reader of a layer, attends, and commits after the last reader.
     // The output is [n_tokens][n_head][v_dim]. With a model, nodes of llama.cpp's graph call
-    // AttentionBatch instead.
+    // AttentionBatch instead. Throws std::invalid_argument for rows of another shape and for
+    // readers out of order, and what Attention::begin() throws.
     void attend_alone(int layer, int reader, const MicroBatch& batch, const AttentionParams& params,
                       float* output);
 
@@ -76,7 +77,7 @@ public:
 
     void track_entropy(bool on);
     // Returns the mean entropy in bits of the attention rows of every query head of a layer since
-    // track_entropy(true).
+    // track_entropy(true). Throws std::invalid_argument if nothing was attended to.
     std::vector<double> mean_entropies(int layer) const;
 
     std::size_t scratch_bytes() const {

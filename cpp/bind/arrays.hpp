@@ -39,7 +39,6 @@ inline WritableBytes bytes_of(const py::buffer& buffer) {
     return {static_cast<std::byte*>(info.ptr), static_cast<std::size_t>(info.size)};
 }
 
-// Returns the addresses of the bytes of several buffers.
 template <typename Byte>
 std::vector<Byte*> addresses_of(const std::vector<py::buffer>& buffers) {
     std::vector<Byte*> addresses;

@@ -34,7 +34,6 @@ void register_hook(py::class_<Hook>& hook) {
     hook.def("begin_step", &Hook::begin_step).def("check_step", &Hook::check_step);
 }
 
-// Registers what hooks that replace products of weights report.
 template <typename Hook>
 void register_products(py::class_<Hook>& hook) {
     hook.def_property_readonly("products",
@@ -43,7 +42,6 @@ void register_products(py::class_<Hook>& hook) {
                                [](const Hook& self) { return self.products().scratch_bytes(); });
 }
 
-// Registers how hooks time the nodes of graphs.
 template <typename Hook>
 void register_times(py::class_<Hook>& hook) {
     hook.def(

@@ -69,7 +69,6 @@ void unpack_int4(const std::byte* block, float* values) {
     }
 }
 
-// Encodes blocks of kQuantBlock values with one scale each.
 struct BlockCodec {
     std::size_t bytes;
     void (*pack)(const float* values, std::byte* block);

@@ -227,18 +227,14 @@ private:
     };
 
     static std::size_t index(int i) { return static_cast<std::size_t>(i); }
-    // Makes room for n_pages more pages.
     void reserve(std::size_t n_pages);
     bool is_open_full() const { return open_ == kNone || n_open_ == per_page(); }
     void open_next() noexcept;
-    // Adds a record in the open page, and returns its number.
     int add_record(const ColdRecord& record) noexcept;
-    // Returns the stored page whose frozen entries are worth least.
     int least_page(const ImportanceSettings& settings, std::int32_t now) const noexcept;
     // Drop the records of a page: all, or those at positions >= from, as truncate() does.
     void forget_records(int page) noexcept;
     void truncate_records(int page, std::int32_t from);
-    // Marks a stored page as free.
     void free_page(int page);
     void close_open(const KernelTable& kernels) noexcept;
     void pack(int page, std::byte* rows, const KernelTable& kernels) noexcept;

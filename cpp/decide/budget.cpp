@@ -56,7 +56,6 @@ std::vector<double> rooms(const BudgetRequest& request) {
     return rooms;
 }
 
-// Returns how many entries there are to share beyond the floors.
 double to_share(const BudgetRequest& request) {
     const std::size_t n_heads = request.entries_per_page.size();
     double total = static_cast<double>(std::min(request.mean_entries, request.max_entries)) *

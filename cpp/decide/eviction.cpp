@@ -15,7 +15,6 @@ constexpr int kFew = 512;
 // How many scores are looked at to guess between which two the wanted one is.
 constexpr int kSampled = 384;
 
-// Scores from `least` to `most`, both included.
 struct Range {
     float least = -std::numeric_limits<float>::infinity();
     float most = std::numeric_limits<float>::infinity();

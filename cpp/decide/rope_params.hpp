@@ -32,9 +32,8 @@ std::vector<double> rope_frequencies(const RopeParams& params);
 // Returns the position that llama.cpp and the model see for a position of the text. With a shift,
 // the newest tokens keep the distances that they have in the text, and sinks stay where they are.
 // Entries that would come before the first token after the sinks are moved to that token: their
-// distance is clamped.
-// Clamping of distances: ReRoPE (Su 2023), Self-Extend (Jin et al. 2024, arXiv:2401.01325); sinks:
-// StreamingLLM (Xiao et al. 2024, arXiv:2309.17453).
+// distance is clamped. Clamping of distances: ReRoPE (Su 2023), Self-Extend (Jin et al. 2024,
+// arXiv:2401.01325); sinks: StreamingLLM (Xiao et al. 2024, arXiv:2309.17453).
 inline std::int32_t rope_position(std::int32_t position, int n_sinks, int shift) {
     if (position < n_sinks) return position;
     return position - shift > n_sinks ? position - shift : n_sinks;

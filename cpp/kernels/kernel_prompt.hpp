@@ -180,7 +180,6 @@ inline void round_queries(const PromptTask& task, const PromptScratch& scratch) 
     }
 }
 
-// Runs once for all tiles of a task.
 template <KvType Type>
 inline void prepare_queries(const PromptTask& task, const PromptScratch& scratch) {
     if constexpr (kInPairs<Type>) {
@@ -426,7 +425,6 @@ inline void tile_values_pairs(const PromptTask& task, const PromptTile& tile,
     }
 }
 
-// Adds the weighted values of a tile to the output.
 template <KvType Type>
 inline void tile_values(const PromptTask& task, const PromptTile& tile,
                         const PromptScratch& scratch, const float* weights) {

@@ -97,7 +97,6 @@ inline void over_page_vectors(const PageLayout& layout, const std::byte* page, V
     });
 }
 
-// Computes the squared norms of V that is a part of K.
 inline void latent_norms(const PageLayout& layout, const std::byte* page, float* norms) {
     over_page_vectors(layout, page, [&](int slot, auto over_keys) {
         Chains total;

@@ -15,7 +15,6 @@
 namespace entropykv {
 namespace {
 
-// Wraps a KV type in a C++ type.
 template <KvType Type>
 struct KnownType {
     static constexpr KvType type = Type;
@@ -31,7 +30,6 @@ inline void with_type(KvType type, Run run) {
     }
 }
 
-// Tell how K and V of a type lie in pages.
 template <KvType Type>
 constexpr bool kInt8Keys = Type == KvType::q8_0 || Type == KvType::q8_0_iq4_nl;
 template <KvType Type>

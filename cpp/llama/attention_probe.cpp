@@ -130,7 +130,6 @@ void AttentionProbe::probe_attention(const ggml_tensor* node) {
     masks_.push_back(node->src[3]);
 }
 
-// Refuses caches that the device store cannot serve.
 void AttentionProbe::probe_device(const ggml_tensor* node) {
     const ggml_tensor* k = node->src[1];
     if (k->type != GGML_TYPE_F16 || node->src[2]->type != GGML_TYPE_F16)

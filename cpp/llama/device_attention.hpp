@@ -136,7 +136,7 @@ public:
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
     // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
-    // Enlarges masks so that they have room for the rows that single tokens of these sequences see.
+    // Sizes masks so that they have room for the rows that single tokens of these sequences see.
     // Must be called before begin_singles().
     static void fit_masks(const std::vector<DeviceAttention*>& sequences);
     // Does what begin_step() does for single tokens of several sequences in llama.cpp's own graph,
@@ -188,9 +188,9 @@ public:
     // Returns for how many tokens end_step() has read findings.
     int n_found() const { return n_found_; }
     // Return what queries gave to the rows of a head, and the squared norms of V of the n_found()
-    // tokens; null if that was not asked for. Of single tokens in llama.cpp's own graph, it is the
-    // sum over the n_summed() ones that were observed since forget_sums(), as HeadStore::add_sum()
-    // takes it.
+    // tokens; null if that was not asked for. Of single tokens in llama.cpp's own graph,
+    // observed() is the sum over the n_summed() ones that were observed since forget_sums(), as
+    // HeadStore::add_sum() takes it.
     const float* observed(int layer, int head) const;
     const float* value_squares(int layer, int head) const;
     // Returns the share of attention that is predicted for one of the n_found() tokens; the least

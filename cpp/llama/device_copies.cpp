@@ -9,7 +9,6 @@ namespace entropykv {
 // Several nodes may have the same name. The last one is kept, since copies are made of it.
 void DeviceCopies::note(const ggml_tensor* node) { last_[node->name] = node; }
 
-// Returns the name of what was copied, or an empty string for a tensor that is not a copy.
 std::string DeviceCopies::copied_name(const ggml_tensor* tensor) {
     if (tensor == nullptr || tensor->op != GGML_OP_NONE) return {};
     const std::string_view name = tensor->name;

@@ -83,7 +83,6 @@ ggml_tensor* DeviceGraph::product_of_key(ggml_tensor* keys) {
     return ggml_add(context_, sum, product(norms, served_.places.norm_weights));
 }
 
-// Turns keys back to position 0: see turned_by().
 ggml_tensor* DeviceGraph::turned_back(ggml_tensor* keys) {
     const DevicePredictor& predictor = served_.predictor;
     ggml_tensor* factors = device_.predictors_->tensor(

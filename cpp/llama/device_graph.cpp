@@ -299,7 +299,6 @@ ggml_tensor* DeviceGraph::queries_of(const DeviceGroup& group, int first, int n)
                             q_->nb[2] * index_of(of_kv * group.first_head));
 }
 
-// Returns the sinks of a group's query heads, or null.
 ggml_tensor* DeviceGraph::sinks_of(const DeviceGroup& group) {
     if (!served_.has_sinks) return nullptr;
     const int head = reader_ * layer_.shape().n_head_kv + group.first_head;
@@ -367,7 +366,6 @@ ggml_tensor* DeviceGraph::with_heads_third(const ggml_tensor* tensor) {
     return merged;
 }
 
-// Computes the outputs of n tokens from `first` on.
 void DeviceGraph::attend_part(const DeviceGroup& group, ggml_tensor* keys, ggml_tensor* values,
                               const Order& order, int first, int n) {
     ggml_tensor* mask_of_part =

@@ -46,7 +46,6 @@ public:
 
     // Adds the mask of all heads of the layer, which are alike.
     void add_mask();
-    // Adds the write of the positions that have changed.
     void add_positions();
 
     // Returns an operation that writes K or V of the tokens, [token][n_head_kv * dim] in f32, to
@@ -121,7 +120,6 @@ private:
     int n_indices(const DeviceGroup& group) const { return group.n_heads * n_sequences_; }
     // Returns how many tokens of llama.cpp's node are written to rows.
     int n_written() const { return step_.n_tokens * step_.n_together; }
-    // Returns the layer's number on its device.
     std::size_t number() const {
         return static_cast<std::size_t>(&served_ - device_.layers_.data());
     }

@@ -56,7 +56,6 @@ bool has_rows_of(const DeviceLayer& a, const DeviceLayer& b) {
 
 }  // namespace
 
-// Allocates what steps in llama.cpp's own graph need.
 void DeviceAttention::allocate_for_graph() {
     if (singles_->masks == nullptr) allocate_singles();
     std::size_t queries = 0;
@@ -211,7 +210,6 @@ std::size_t DeviceAttention::mask_bytes(const Served& served, int max_tokens) co
                            index_of(max_tokens));
 }
 
-// Returns how many bytes the kept queries of a layer take.
 std::size_t DeviceAttention::query_bytes(const Served& served, int n_observed) const {
     const LayerShape& shape = served.layer->shape();
     return index_of(shape.readers) * device_.aligned(sizeof(float) * index_of(shape.n_head) *
@@ -484,7 +482,6 @@ void DeviceAttention::write_all_masks(const std::vector<DeviceAttention*>& seque
     for (DeviceAttention* sequence : sequences) sequence->masks_known_ = true;
 }
 
-// Adds the mask of a layer to `to`.
 void DeviceAttention::copy_mask(std::size_t layer, std::vector<ggml_fp16_t>& to) const {
     const Served& served = layers_[layer];
     const std::size_t first = to.size();

@@ -152,7 +152,6 @@ public:
 
     const std::vector<int>& head_rows() const { return head_rows_; }
     int n_places() const { return n_places_; }
-    // Returns how many rows a place has.
     int of_place() const;
     const RowMemory& memory() const { return *memory_; }
     std::int64_t first() const { return first_; }

@@ -36,7 +36,6 @@ bool moves_rows(const DeviceLayer& layer) {
 
 }  // namespace
 
-// Adds operations that move rows of several layers.
 void DeviceAttention::add_moves(const RowMemory& memory, const std::vector<std::int32_t>& from,
                                 const std::vector<std::int64_t>& to, StepInput& input,
                                 ggml_context* context, ggml_cgraph* graph) const {

@@ -134,7 +134,6 @@ ggml_tensor* DeviceGraph::kept_queries() {
                                     shape.k_dim, n_kept_queries(), shape.n_head);
 }
 
-// Returns the kept queries of the single tokens of all sequences.
 ggml_tensor* DeviceGraph::queries_of_singles() {
     const LayerShape& shape = layer_.shape();
     const std::size_t of_reader = device_.query_bytes(served_, layer_.n_places()) /
@@ -206,7 +205,6 @@ ggml_tensor* DeviceGraph::shares_of(const DeviceGroup& group, ggml_tensor* produ
     return squared ? ggml_mul_inplace(context_, given, given) : given;
 }
 
-// Returns the mask of n queries from `first` on.
 ggml_tensor* DeviceGraph::mask_of_observed(const DeviceGroup& group, const Order& order, int first,
                                            int n) {
     if (!step_.alike) return mask(group, order, newer(order, first, n), first, n);

@@ -41,7 +41,6 @@ DeviceNode DeviceRelay::bring(const DeviceNode& node) {
     return there;
 }
 
-// Gives the copies their places.
 void DeviceRelay::allocate() {
     std::size_t size = 0;
     const auto each = [&](auto visit) {

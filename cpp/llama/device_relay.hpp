@@ -49,7 +49,6 @@ private:
     Device& device_;
     std::unique_ptr<ggml_context, FreeContext> context_;
     std::unique_ptr<ggml_backend_buffer, FreeBuffer> buffer_;
-    // Holds each tensor to copy, with its copy.
     std::vector<std::pair<ggml_tensor, ggml_tensor*>> to_bring_;
     const ggml_tensor* output_ = nullptr;  // null: the device writes to it
     const ggml_tensor* copied_output_ = nullptr;

@@ -1,8 +1,7 @@
 // Measures where the time of llama.cpp's graphs goes: each node is computed alone, and its time
 // counts as weights, attention or rest. Nodes of llama.cpp and our ops are timed in the same way,
-// so that they can be compared.
-// Computing a node alone takes extra time to start and join the threads. The median time of nodes
-// that compute nothing is therefore subtracted from every node.
+// so that they can be compared. Computing a node alone takes extra time to start and join the
+// threads. The median time of nodes that compute nothing is therefore subtracted from every node.
 #pragma once
 
 #include <ggml.h>

@@ -19,7 +19,6 @@ bool starts_with(const char* text, const char* prefix) {
     return std::strncmp(text, prefix, std::strlen(prefix)) == 0;
 }
 
-// Tells whether a node only reshapes its source.
 bool is_reshape(const ggml_tensor* node) {
     if (node->op != GGML_OP_VIEW && node->op != GGML_OP_RESHAPE) return false;
     const ggml_tensor* source = node->src[0];

@@ -137,14 +137,12 @@ void copy_rows(const PageLayout& layout, const std::byte* from, int from_slot, s
 // Copies V of an entry, and the scales of its K and V rows.
 void copy_value(const PageLayout& layout, const std::byte* from, int from_slot, std::byte* to,
                 int to_slot);
-// Copies the row number and the squared norm of V of an entry whose K and V lie elsewhere.
 inline void copy_reference(const PageLayout& layout, const std::byte* from, int from_slot,
                            std::byte* to, int to_slot) {
     std::byte* source = const_cast<std::byte*>(from);  // is only read
     layout.row(to, to_slot) = layout.row(source, from_slot);
     layout.value_square(to, to_slot) = layout.value_square(source, from_slot);
 }
-// Copies the position and the importance of an entry.
 inline void copy_metadata(const PageLayout& layout, const std::byte* from, int from_slot,
                           std::byte* to, int to_slot) {
     layout.positions(to)[to_slot] = layout.positions(from)[from_slot];

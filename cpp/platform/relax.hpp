@@ -51,7 +51,6 @@ void wait_until(const Done& done) noexcept {
     }
 }
 
-// Waits until another thread sets a flag.
 inline void wait_for(const std::atomic<bool>& flag) noexcept {
     wait_until([&] { return flag.load(std::memory_order_acquire); });
 }

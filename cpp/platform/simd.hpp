@@ -24,9 +24,8 @@ namespace {
 // IntVec is a register of packed values; page_layout.hpp defines the order of bytes. even_bytes and
 // odd_bytes return two pairs of 16-bit integers per 32-bit lane, dot_pairs adds the products of
 // such pairs to 32-bit sums, pairs_of makes pairs of two vectors, byte_of returns one byte of every
-// lane as an integer, nibble_of 4 bits (unsigned), the lowest first. nibbles returns
-// one half of every byte (0: the low one), and looked_up the bytes of a table of 16 at these
-// places.
+// lane as an integer, nibble_of 4 bits (unsigned), the lowest first. nibbles returns one half of
+// every byte (0: the low one), and looked_up the bytes of a table of 16 at these places.
 
 // Says whether dot_pairs computes more products per second than multiply_add. As measured, it does
 // on x86 with every instruction set.

@@ -10,7 +10,6 @@ namespace entropykv {
 // reading many pages of a few KiB would cause a TLB miss for each.
 constexpr std::size_t kSlabBytes = std::size_t{2} << 20;
 
-// Returns the size of the pages in which the system gives memory.
 std::size_t system_page_bytes();
 
 // Reserves addresses for `bytes` bytes, a multiple of a slab. Where the system has huge pages, they

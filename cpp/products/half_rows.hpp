@@ -28,7 +28,6 @@ inline void copy_token(const float* token, int n_values, std::byte* copy) {
     std::memset(copy + bytes, 0, float_token_bytes(n_values) - bytes);
 }
 
-// Adds the products of 16 values of every row, from byte row_offset on, with those of every token.
 template <int kRowsOfTile, int kTokens>
 inline void add_lanes(const std::byte* const (&rows)[kRowsOfTile], std::size_t row_offset,
                       const std::byte* tokens, std::size_t token_stride,

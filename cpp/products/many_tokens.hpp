@@ -37,7 +37,6 @@ inline Panel panel_in(std::byte* scratch) {
 template <class Type>
 using FormOf = Form<Type::kBits, Type::kGroup, Type::kHasMinimum, Type::kZero != 0>;
 
-// Reads a panel whose codes are bytes.
 template <class F>
 struct BytePanel {
     static constexpr int kGroupsOfUnit = 1;
@@ -45,7 +44,6 @@ struct BytePanel {
     static ByteCodes<F> group(const std::byte* unit, int) { return {unit}; }
 };
 
-// Reads a panel whose codes are still packed.
 template <class Type>
 struct PackedPanel {
     static constexpr int kGroupsOfUnit = Type::kUnit / Type::kGroup;

@@ -7,7 +7,6 @@ namespace entropykv {
 
 namespace {
 
-// Counts the positions of one KV head by column.
 class Columns {
 public:
     Columns(std::int32_t first, int per_column, int n_columns)

@@ -37,7 +37,6 @@ public:
 
     // Becomes another owner of the pages of the heads of all layers.
     void take(std::vector<CheckpointHead> heads, std::size_t evicted, std::int32_t whole_from);
-    // Returns another checkpoint that owns the same pages.
     std::unique_ptr<Checkpoint> copy() const;
     // Gives the pages back; no store can continue from this checkpoint any more.
     void drop();

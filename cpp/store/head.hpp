@@ -46,7 +46,6 @@ public:
     std::size_t size() const { return pages_.size(); }
     std::byte* operator[](int number) const { return pages_[index(number)]; }
     const std::vector<std::byte*>& all() const { return pages_; }
-    // Returns how many entries fit into the pages.
     int room() const { return static_cast<int>(pages_.size()) * layout_->entries; }
 
     // grow() allocates pages until `entries` entries fit; drop() gives back the pages that
@@ -128,7 +127,6 @@ struct FrozenEntries {
         for (int i = 0; cold && i < cold->n_records(); ++i)
             if (cold->frozen(i)) visit(cold->position(i));
     }
-    // Makes room for n entries of the head.
     void size(std::size_t n) {
         if (!cold) return;
         if (record_numbers.size() < n) record_numbers.resize(n, ColdHead::kNone);

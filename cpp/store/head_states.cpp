@@ -311,7 +311,6 @@ bool HeadLoader::adopt(const std::shared_ptr<MappedFile>& file, const std::vecto
     return true;
 }
 
-// Loads the frozen entries of a state, and the records of the held entries.
 void HeadLoader::load_frozen(const StoreLayer& layer, Head& head, const std::byte* state,
                              Head& loaded) {
     const auto n = index(loaded.count());

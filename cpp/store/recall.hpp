@@ -22,7 +22,6 @@ public:
     // Makes room for heads of n entries, and for pages of page_entries entries and page_bytes
     // bytes.
     void size(std::size_t n, std::size_t page_entries, std::size_t page_bytes);
-    // Makes room for n records of a head.
     void size_for_records(std::size_t n);
     std::size_t bytes() const;
 

@@ -9,7 +9,6 @@
 namespace entropykv {
 namespace {
 
-// Predicts the shares of all stored entries of a head.
 void predict_head(const LayerPredictor& predictor, const StoredInverseRope& inverse_rope,
                   Head& head, int number) {
     const PageLayout& layout = head.layout();

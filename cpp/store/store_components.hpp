@@ -115,7 +115,6 @@ struct StoreComponents {
     // are not collected, or for numbers above 2^30.
     void teach_stored(std::int32_t begin, std::int32_t end, std::int32_t shift);
     void clear_lessons();
-    // Returns the lessons of the pool, or null.
     const LessonSums* lessons() const { return share.pool().lessons.get(); }
     bool collects_lessons() const { return share.pool().collects_lessons; }
     // Adds the staged entries of a head, to which the queries of an echo gave `observed`.

@@ -76,7 +76,6 @@ public:
     // has an echo.
     std::shared_ptr<LessonSums> lessons{};
     bool collects_lessons = false;
-    // Counts the bytes of the predictor and the lessons.
     std::size_t prediction_bytes() const;
     std::size_t shared_pages() const { return shared_pages_; }
 
