@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from entropykv import EntropyProfile, Session
+from entropykv import EntropyProfile, OwnPolicy, Session
 from entropykv.model.geometry import read_geometry
 from entropykv.profile.curves import LossCurves
+from entropykv.session.memory_plan import format_plan, make_plan
+from entropykv.settings.cache_options import CacheOptions
 from tests.support.draft_oracles import Oracle, draft_with, held
 from tests.support.logits import tokens_for
 from tests.support.online_sessions import check
@@ -52,6 +54,31 @@ def of_curves(path: Path, **options: Any) -> Session:
         "recent_window": WINDOW,
     }
     return session_of(path, **{**given, **options})
+
+
+class EvenShares(OwnPolicy):
+    """Give every KV head the same share."""
+
+    name = "even"
+
+
+@pytest.mark.parametrize(
+    ("options", "may_change"),
+    [
+        ({"policy": "profile"}, True),
+        ({"policy": EvenShares()}, True),
+        ({"policy": "adaptive"}, True),
+        ({"policy": "uniform"}, False),
+        ({"policy": "profile", "store": "device"}, False),
+        ({"policy": "profile", "kv_budget": 1.0}, False),
+    ],
+)
+def test_a_plan_says_that_a_text_may_change_its_budgets(
+    uneven_llama: Path, options: dict[str, Any], may_change: bool
+) -> None:
+    given = {"n_ctx": N_CTX, "kv_budget": 0.3, "entropy_config": profile_of(uneven_llama)}
+    text = format_plan(make_plan(uneven_llama, CacheOptions(**{**given, **options})))
+    assert (", before any text is read:" in text) == may_change
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])

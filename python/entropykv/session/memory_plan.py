@@ -14,6 +14,7 @@ from entropykv.errors import BudgetError, ModelFileError
 from entropykv.llamacpp.model import offloaded_layers
 from entropykv.model.geometry import read_geometry
 from entropykv.policy.plan import FlatPlan, HeadwisePlan, attention_layers, by_layer
+from entropykv.policy.policy import BudgetRule
 from entropykv.policy.resolved_config import ResolvedConfig, config_for
 from entropykv.profile.find import check_model
 from entropykv.session.stats import mib
@@ -37,6 +38,13 @@ class MemoryPlan:
     def n_sequences(self) -> int:
         """Return how many conversations share the budget."""
         return self.config.options.n_sequences or 1
+
+    @property
+    def budgets_may_change(self) -> bool:
+        """Tell whether the budgets of KV heads may follow a text, or only its length."""
+        plan, config = self.plan, self.config
+        follows = config.store == "headwise" and config.policy.rule is not BudgetRule.EQUAL
+        return follows and isinstance(plan, HeadwisePlan) and not plan.holds_all
 
     @property
     def budgets(self) -> list[list[int]]:
@@ -95,7 +103,7 @@ class MemoryPlan:
 
     @property
     def bytes_by_place(self) -> dict[str, int]:
-        """Return the bytes of the device store's rows: on devices, and in main memory.
+        """Return the bytes of the device store's rows, by "devices" and "main memory".
 
         The rows are for the entries of the budget and for one micro-batch in every layer, for each
         conversation of a pool. The result is empty for other stores. How llama.cpp splits layers
@@ -159,7 +167,7 @@ def mean_of(budgets: Sequence[Sequence[int]]) -> int:
 
 
 def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan:
-    """Plan a budget as a session would; only the file's header and a profile are read.
+    """Plan a budget as a session would; only the file's header and what it has learnt are read.
 
     If `store` is auto, the plan is for the headwise store; only the model's graph tells whether it
     can serve the model. Raises ModelFileError for a file that cannot be read or a model without
@@ -253,7 +261,7 @@ def format_plan(plan: MemoryPlan) -> str:
         "",
         f"Entries per KV head, policy {config.policy.name} (each keeps {protection.n_sinks} "
         f"sinks and the {protection.recent_window} most recent)"
-        + (", before any text is read:" if config.policy.rule.by_text else ":"),
+        + (", before any text is read:" if plan.budgets_may_change else ":"),
         *_lines_of_layers(plan.budgets),
     ]
     return "\n".join(lines)
