@@ -2,8 +2,9 @@
 
 Loss curves, damage and correlations are means to an end: they do not say what a model loses inside
 a budget. So passages with planted facts are read inside small budgets, with and without the
-profile. The model predicts how a passage continues, and is asked for every fact. What policy auto
-does afterwards is what lost least here, and never more than without a profile.
+profile. The model predicts how a passage continues, and is asked for every fact. Policy auto then
+uses the profile in the way that lost least here, if its advantage is sure; otherwise in a simpler
+way, or not at all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ BUDGETS = (0.2, 0.1)
 PASSAGE = 1024
 """The length of a passage with its facts in tokens, at most."""
 LEAST_PASSAGE = 256
-"""The shortest passage in tokens; nearly all of a shorter one is protected entries."""
+"""The shortest passage in tokens; a shorter one would have budgets of a few dozen entries."""
 LESSON = 512
 """The most tokens of a text from which the model learns the predictor that it has without a
 profile.

@@ -123,8 +123,8 @@ def calibrate(
 
     If loss curves are measured, the profile also gets a predictor, unless the model has recurrent
     layers or its keys before RoPE are not known. Then the ways to use the profile are compared on
-    texts that were held back from curves and predictor. If all of them lose more than without a
-    profile, it gets no predictor, and policy auto does not use it.
+    texts that were held back from curves and predictor. If the best way is to use none
+    (best_way()), the profile has no predictor, and policy auto does not use it.
 
     `on_start` is called once, before anything is measured; it may raise to stop here. `spread` runs
     the steps, by default on this machine. Raises the errors of Observer and `spread`, SettingsError

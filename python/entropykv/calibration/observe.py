@@ -34,8 +34,9 @@ class Observer:
     `n_ctx`: the longest text, in tokens; `kv_type`: the type in which K and V are stored meanwhile.
     With a `predictor`, the importance of entries is what it predicts; without one, it is their
     attention mass. Memory: the weights, and one pool that holds n_ctx tokens. Raises ModelFileError
-    for a file that cannot be loaded, and UnsupportedModelError if the headwise store cannot serve
-    the model, or its layers have different numbers of heads.
+    for a file that cannot be loaded, UnsupportedModelError if the headwise store cannot serve the
+    model, or its layers have different numbers of heads, and ProfileError for a predictor of
+    another model.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class ReadText:
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 
     def forget(self, layer: int, recent_window: int) -> None:
-        """Drop all entries of a layer's KV heads except the sinks and the newest tokens."""
+        """Drop all entries of a layer's KV heads but the sinks and the newest `recent_window`."""
         self._store.sharing.limit_layer(layer, recent_window)
 
     def predictions(self, tokens: Sequence[int], n_last: int | None = None) -> Logits:

@@ -1,6 +1,4 @@
-"""Define what a model must predict after half of a text: its second half, and a repetition
-of it.
-"""
+"""Define what a model must predict after half of a text: how it goes on, and its repetition."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from entropykv.llamacpp.distributions import Logits
 from entropykv.session.second_readings import OVERLAP
 
 LEAST_TEXT = 256
-"""The shortest text in tokens; half of a shorter one hardly exceeds the protected entries."""
+"""The shortest text, in tokens, in which damage and trust are measured."""
 CONTINUATION_FRACTION = 1 / 8
 REPETITION_FRACTION = 1 / 16
 """CONTINUATION_FRACTION of a text is predicted after its first half, and REPETITION_FRACTION of it

@@ -14,7 +14,7 @@ LEAST_TOKENS = 4
 LEAST_CURVE_TOKENS = 64
 """The shortest text for loss curves, in tokens."""
 LEAST_PIECE = 256
-"""The shortest piece of a text, in tokens, that is joined with those of others."""
+"""The shortest piece of a text, in tokens, that is joined with pieces of other texts."""
 HELD_BACK_SHARE = 0.4
 """The largest share of the texts that is held back."""
 _FEW = 5

@@ -64,7 +64,7 @@ def head_trust(
 
     The value is 0 if a KV head loses more (by MARGIN) with the predictor of settings.profile than
     without it, in the continuation as well as in the repetitions. Returns None if the texts are too
-    short.
+    short; raises the errors of lose().
     """
     long_enough = [text for text in texts if len(text) >= LEAST_TEXT][:MOST_TEXTS]
     if not long_enough:

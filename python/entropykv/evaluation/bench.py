@@ -140,8 +140,8 @@ class BenchRow:
 
     `length`: of the prompt, in tokens. A ratio above 1 is faster than stock. `kv_bytes` (the peak
     of the cache) and `eviction_share` (the fraction of the time that eviction took) are 0 for stock
-    llama.cpp. `products`: see SessionStats. `works`: the times of weights and of attention
-    separately. `disagreement`: by what share the slowest round took longer than the fastest.
+    llama.cpp. `products`: see SessionStats. `works`: the figures of each kind of work.
+    `disagreement`: by what share the slowest round took longer than the fastest.
     """
 
     length: int
@@ -268,8 +268,8 @@ def bench(
 def _contestants(
     model: str | os.PathLike[str], settings: BenchSettings, length: int
 ) -> Iterator[_Contestant]:
-    """Load and yield stock llama.cpp, with flash attention first, and a session for each type and
-    budget, one by one.
+    """Load and yield the contestants one by one: stock llama.cpp with flash attention, with
+    settings.no_flash also without it, then a session for each type and budget.
     """
     n_ctx = length + settings.n_generate + BLOCK
     stock = {"stock": True, **({NO_FLASH: False} if settings.no_flash else {})}
@@ -294,7 +294,7 @@ def _contestants(
 
 
 def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int) -> Iterator[None]:
-    """Let all contestants read and write in turn; yields after every prompt."""
+    """Let all contestants read and write in turn, then time their nodes; yields at each prompt."""
     stock = contestants[0].session
     assert isinstance(stock, StockSession)  # noqa: S101
     last = length + settings.n_generate
@@ -360,7 +360,8 @@ _LETTERS_PER_TOKEN = 3
 @dataclass(frozen=True)
 class DraftRow:
     """Hold the figures of one task: `speed_without` and `speed_with` drafts are medians in tokens
-    per second, `tokens_per_step` is that with drafts, `drafted` and `accepted` count tokens.
+    per second, `tokens_per_step` those that a step with drafts writes, `drafted` and `accepted`
+    drafts.
     """
 
     task: str
@@ -407,7 +408,7 @@ def bench_drafts(
 
     Three tasks copy: they give the model a document and the first words of something that repeats
     it. The fourth lets it go on writing prose. Every text is written without drafts and with them,
-    one after the other in every round; the texts must be the same.
+    one after the other in every round; DraftRow.same says whether the texts are the same.
 
     `options.spec_type` and the options of a draft model say how tokens are guessed; n_ctx is set
     here. Raises the errors of Session.

@@ -105,7 +105,7 @@ class References:
     """
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
-        """Make the folder; raises EntropyKVError if the disk is too full."""
+        """Make the folder; raises EntropyKVError if the disk is too full, or OSError."""
         self._n_vocab, self._n_bytes = n_vocab, 4 * n_vocab * n_rows
         self._temporary = None
         if folder is None:

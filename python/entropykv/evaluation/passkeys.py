@@ -233,7 +233,7 @@ def plant(
     """Plant facts into the beginning of a text; returns the passage, and how the text continues.
 
     The passage has at most `n_tokens` tokens, and `n_facts` facts, or fewer if it has fewer
-    sentences; the passage is empty if no sentence fits.
+    sentences or WORDINGS are fewer; the passage is empty if no sentence fits.
     """
     rng = random.Random(seed)  # noqa: S311
     sentences = [_Sentence(part, count_tokens(part)) for part in split_sentences(text)]

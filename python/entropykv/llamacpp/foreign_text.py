@@ -27,7 +27,7 @@ PARSE_SPECIAL = (
     "names of control tokens in messages and documents, such as <|im_end|>, become control tokens, "
     "with which whoever wrote them can end a turn and begin another one"
 )
-"""What `parse_special` does, for --help: texts are not kept from naming control tokens."""
+"""The help of `parse_special`, for the command line and the server's settings."""
 _JOINER = "\u2060"
 """A character without width, the word joiner of Unicode."""
 _NAMED = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN

@@ -426,7 +426,7 @@ class Model:
     @functools.cached_property
     def other_template(self) -> str | None:
         """Return the first digits of the SHA-256 of a chat template that was given in the place of
-        the model's own; None if the model has its own.
+        the model's own; None if none was given, or the same one.
         """
         given = self._options.chat_template
         with self._weights:
@@ -525,8 +525,7 @@ class Model:
 
         Control tokens are those of the template: see said(). `tools` and `arguments`: what the
         template gets besides messages. `opens_answer`: the prompt ends with the beginning of an
-        answer.
-        Raises the errors of ChatTemplate.render().
+        answer. Raises the errors of ChatTemplate.render() and of chat_template.
         """
         said = [self.said(dict(m), is_answer=m.get("role") == "assistant") for m in messages]
         template = self.chat_template

@@ -158,8 +158,9 @@ class Projector:
         """Split a prompt into text and images; self.marker stands for each image, in their order.
 
         `add_bos`: put a BOS token first if the model wants one. The chunks' handles are valid only
-        inside the `with` block. Raises ImageError for an image that cannot be decoded, and
-        UnsupportedModelError if the vocabulary lacks the tokens that enclose an image.
+        inside the `with` block. Raises ImageError for an image that cannot be decoded,
+        UnsupportedModelError if the vocabulary lacks the tokens that enclose an image, and
+        EntropyKVError if the projector is closed.
         """
         mtmd = self._mtmd
         with self._open() as handle, captured_log(mtmd.mtmd_helper_log_set) as log:

@@ -84,7 +84,7 @@ class RecurrentState:
         self.forget()
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         flags = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-        # Suppress llama.cpp's log, because the error below says what matters to a user.
+        # Suppress llama.cpp's log: replace() raises an error that says what matters to a user.
         with captured_log():
             n_read = llama_cpp.llama_state_seq_set_data_ext(
                 self._context, data, len(state), self.sequence, flags

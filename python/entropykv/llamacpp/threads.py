@@ -324,8 +324,8 @@ class Threads:
 
     @contextlib.contextmanager
     def set_for_step(self, context: Any, n_tokens: int) -> Iterator[None]:
-        """Set the threads for a step of `n_tokens` tokens, and measure the step, which the caller
-        performs within `with`.
+        """Choose the threads for a step of `n_tokens` tokens, and measure the step, which the
+        caller performs within `with`; steps with fixed threads are not measured.
         """
         choices = (self._single, self._few, self._many)
         choice = choices[(n_tokens > 1) + (n_tokens >= FEWEST_HELPED)]

@@ -74,8 +74,8 @@ class Claim:
     needed: int
     """How many pages hold the sequence's whole text, so that nothing of it is evicted."""
     floor: int
-    """The pages that the sequence gets in any case, unless it needs less: for the protected entries
-    of an equal part of the pool.
+    """The pages for the protected entries of an equal part of the pool: a sequence with a loss
+    curve gets as many in any case, up to its need and its part by weight.
     """
     weight: float = 1.0
     """The weight of the sequence, relative to the others."""
@@ -93,10 +93,10 @@ def divide(pages: int, claims: Sequence[Claim]) -> list[int]:
     """Return the pages of every sequence, together at most `pages`.
 
     Every sequence gets a part in proportion to its weight if that is enough for all. Otherwise each
-    sequence gets its part up to its need, and the pages that are left go to sequences that need
-    more, again in proportion to their weights. But a sequence that has a loss curve and needs more
-    than its part is only sure of its floor: further pages go to the sequences where a page prevents
-    most loss, multiplied by the weight.
+    sequence gets its part up to its need, and the pages that are left go to those with the smallest
+    share for their weight: up to their needs, and beyond them if all needs are met. But a sequence
+    that has a loss curve and needs more than its part is only sure of its floor: further pages go
+    to the sequences where a page prevents most loss, multiplied by the weight.
     """
     parts = parts_by_weight(pages, [claim.weight for claim in claims])
     if all(claim.needed <= part for claim, part in zip(claims, parts, strict=True)):
@@ -120,8 +120,8 @@ def _sure(claim: Claim, part: int) -> int:
 
 
 def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -> None:
-    """Give `rest` pages to the sequences with loss curves, most loss prevented first, and add them
-    to `shares`.
+    """Give up to `rest` pages to the sequences with loss curves, most loss prevented first, and add
+    them to `shares`.
     """
     owners, pieces, losses = [], [], []
     for owner, claim in enumerate(claims):
@@ -144,8 +144,8 @@ def _give_by_losses(rest: float, claims: Sequence[Claim], shares: list[float]) -
 def _give_equally(
     rest: float, claims: Sequence[Claim], shares: list[float], most: Sequence[float]
 ) -> None:
-    """Use up `rest` pages by raising `shares`, those that are smallest for their weight first, each
-    up to its maximum in `most`.
+    """Raise `shares`, those that are smallest for their weight first, until `rest` pages are used
+    up or each has its maximum in `most`.
     """
     for level in _levels(rest, claims, shares, most):
         for i, claim in enumerate(claims):
@@ -155,8 +155,8 @@ def _give_equally(
 def _levels(
     rest: float, claims: Sequence[Claim], shares: Sequence[float], most: Sequence[float]
 ) -> Iterator[float]:
-    """Yield the share per weight up to which shares must be raised to use up `rest`; nothing if
-    there is no rest.
+    """Yield the share per weight up to which shares must be raised to use up `rest`, as far as
+    `most` allows; nothing if there is no rest.
     """
     if rest <= 0.0:
         return

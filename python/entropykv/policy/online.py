@@ -122,8 +122,8 @@ class OnlineBudgets(ABC):
 
     @abstractmethod
     def budgets(self, plan: HeadwisePlan) -> list[int] | None:
-        """Return the budget of every KV head in entries, in the order of layers; None before
-        anything was observed.
+        """Return the budget of every KV head in entries, in the order of layers; None if that is
+        not known before anything was observed.
         """
 
     def loss_curve(self, plan: HeadwisePlan) -> LossCurve | None:  # noqa: ARG002
@@ -159,7 +159,7 @@ class AttainableBudgets(OnlineBudgets):
     """True if no KV head may get a larger budget than the entries that it can hold."""
 
     def __init__(self, store: StoreReadings, layers: Sequence[_core.LayerShape]) -> None:
-        """Count what the KV heads of a store hold."""
+        """Begin without a text; `layers`: the attention layers of the store."""
         self._store = store
         self._heads = [(i, h) for i, shape in enumerate(layers) for h in range(shape.n_head_kv)]
         self._n_heads = len(self._heads)
@@ -219,7 +219,7 @@ class AttainableBudgets(OnlineBudgets):
 
 class CurveBudgets(AttainableBudgets):
     """Share the budget so that the loss by the curves of a profile is least, for a text GROWTH
-    times as long as it is now.
+    times as long as it is now, within the context.
 
     The plan shares for a text that fills the context; a shorter one needs budgets that differ less.
     """

@@ -79,7 +79,7 @@ class WholeTexts:
     def length_for(self, n_tokens: int, wanted: int) -> int | None:
         """Return how long, up to `wanted`, a text of `n_tokens` may become and still be kept whole.
 
-        Returns None if the text of `n_tokens` is not kept whole.
+        Returns None if neither is kept whole, where hold() counts an empty text as not kept.
         """
         if self.pages_of(wanted) <= self.pages:
             return wanted
@@ -97,7 +97,7 @@ class HeadwisePlan:
     mean_entries: int
     """The mean budget of a KV head, in entries."""
     floor_entries: int
-    """The fewest entries that a KV head may get."""
+    """The fewest entries that a KV head may get, unless its limit is lower."""
     entries_per_page: tuple[int, ...]
     """How many entries of every KV head fill a page, in the order of layers."""
     limits: tuple[int, ...]

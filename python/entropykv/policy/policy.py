@@ -177,8 +177,8 @@ class Importance:
     @property
     def _decay(self) -> float:
         if self._row.of_echoes:
-            # Nothing decays, because every entry gets its score once, from the echo of its own
-            # chunk.
+            # Nothing decays, because a score is the largest attention that any query of an echo
+            # gave.
             return 1.0
         if self.repeats:
             return max(self.decay, _ECHO_DECAY)
@@ -285,10 +285,10 @@ these curves alone. Without a comparison it is `profile` if there are curves, an
 `adaptive`. Entries are ranked by a predictor, with the measure that the profile names: the
 profile's predictor, or one that was learnt from the model's first texts, which are read twice for
 it. If a model's keys before RoPE are not known, nothing can be predicted, and all texts are read
-twice. With frozen entries it is `uniform`, because needed entries return and every head needs room
-for them; on the flat store it is `recency`. On the device store it is `profile` or `uniform`, and
-only the queries of the text rank entries if no predictor is known, since no text is read twice
-there.
+twice. With recurrent layers, only the queries of the text rank entries, as on the device store
+without a predictor: no text is read twice there. The device store has `profile` or `uniform`. With
+frozen entries it is `uniform`, because needed entries return and every head needs room for them; on
+the flat store it is `recency`.
 """
 FAST = "fast"
 """The policy that shares budgets as `auto` does, but without predictions and echoes: only the

@@ -72,7 +72,8 @@ def freezing_of(options: Any) -> Freezing | None:
     """Return the settings of freezing that options of the command line or of the server ask for;
     None if nothing is to be frozen.
 
-    `options.policy` may be a list. Raises SettingsError for options that would have no effect.
+    `options.policy` may be a list. Raises SettingsError for invalid options, and for options that
+    would have no effect.
     """
     policies = [options.policy] if isinstance(options.policy, str) else options.policy
     given = _given(Freezing, options)
@@ -100,7 +101,7 @@ def freezing_of(options: Any) -> Freezing | None:
 
 def recovery_of(options: Any, rungs: Sequence[str] = tuple(RUNGS)) -> Recovery | None:
     """Return the recovery ladder that the options ask for, or None; raises SettingsError for
-    options of a ladder without one.
+    invalid options, and for options of a ladder without one.
 
     `rungs` are those that may be asked for; without the last one, options of a rewalk do not exist.
     """
@@ -162,8 +163,8 @@ def spec_type_for(
 
     `auto` without a draft model becomes none where wrong guesses could not be undone; on the flat
     and device stores, where attention to several tokens has other bits than that to one; and, for a
-    session without a pool, where products have other bits, too: see products_are_ours(). What is
-    asked for by name raises SettingsError where it is not possible.
+    session without a pool, where products have other bits, too: see products_are_ours(). Raises
+    SettingsError if guessing by name or with a draft model is asked for where it is not possible.
     """
     asked = options.spec_type
     if asked == "none":
@@ -386,7 +387,7 @@ class ResolvedConfig:
         return values * _Q8_0_BLOCK_BYTES // Q8_0_BLOCK if self.kv_type == "q8_0" else 2 * values
 
     def flat_plan(self, budget: Budget | None = None) -> FlatPlan:
-        """Return what a budget means for llama.cpp's own cache; raises as headwise_plan() does."""
+        """Return what a budget means for llama.cpp's own cache; raises as plan_flat() does."""
         return plan_flat(
             self.options.budget if budget is None else budget,
             self.cell_bytes,
@@ -401,7 +402,7 @@ class ResolvedConfig:
         `why`: the reason.
 
         Raises UnsupportedModelError, with a message that begins with `why`, if entries are to be
-        frozen.
+        frozen, and the errors of resolve().
         """
         if self.freezing:
             raise UnsupportedModelError(
@@ -571,8 +572,8 @@ def config_for(options: CacheOptions, geometry: ModelGeometry) -> ResolvedConfig
     """Read the profile that the policy takes, and resolve the options with it.
 
     It reads the profile that the options name, or else the profile of the model. If that has no
-    predictor, the one that earlier processes have learnt is read. Raises what resolve() raises, and
-    ProfileError for a profile that cannot be read.
+    predictor, the one that earlier processes have learnt is read. Raises the errors of resolve(),
+    given_profile() and find_profile().
     """
     profile = given_profile(options.entropy_config)
     if profile is None and takes_profile(options.policy):

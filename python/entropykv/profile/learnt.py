@@ -147,7 +147,8 @@ class LearntFile:
         this process read or wrote it last; None: nothing. So what other processes have added stays.
 
         `is_complete` tells whether the sum of both is complete. A complete predictor in the file is
-        not changed. Returns whether the file was written. Raises OSError if it cannot be.
+        not changed; a damaged file is replaced. Returns whether the file was written. Raises
+        OSError if it cannot be.
         """
         make_folder(self.path.parent)
         with _locked(self.path.parent):

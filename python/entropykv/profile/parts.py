@@ -1,5 +1,5 @@
-"""Define the parts of a version 2 profile besides the entropies: the model, and how it was
-measured.
+"""Define the fingerprint and the measurement of a version 2 profile, and read and write them and
+the loss curves as JSON.
 """
 
 from __future__ import annotations

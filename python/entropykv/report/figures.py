@@ -191,8 +191,8 @@ def trajectory_figure(runs: Mapping[str, Mapping[str, Any]]) -> Any:
     """Draw how many entries a KV head holds on average as the text grows, as Metinov et al. do
     (ASR-KF-EGR).
 
-    `runs`: the results of Trajectory.to_json(). Steps at which the recovery ladder acted are
-    marked.
+    `runs`: the results of Trajectory.to_json(), by name. Steps at which the recovery ladder acted
+    are marked.
     """
     figure = _figure(9, 5)
     axes = figure.add_subplot()

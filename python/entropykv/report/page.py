@@ -56,7 +56,7 @@ class ReportSource:
 
 
 def read_sources(paths: Sequence[str | os.PathLike[str]]) -> list[ReportSource]:
-    """Read files; raises SettingsError or ProfileError, naming a file that cannot be read."""
+    """Read files; raises SettingsError or ProfileError, naming a file that no report can show."""
     files = [Path(path) for path in paths]
     return [_read(path, name) for path, name in zip(files, _names(files), strict=True)]
 
@@ -150,7 +150,7 @@ _BENCH: tuple[tuple[str, Callable[[BenchRow], str]], ...] = (
 
 
 def _filled(headings: Sequence[str], rows: list[list[str]], n_names: int) -> Table:
-    """Return a table without empty columns."""
+    """Return a table without those columns behind the first `n_names` that are empty."""
     shown = [i for i in range(len(headings)) if i < n_names or any(row[i] for row in rows)]
     return Table([headings[i] for i in shown], [[row[i] for i in shown] for row in rows], n_names)
 

@@ -439,8 +439,8 @@ class CacheOptions:
 
     @property
     def checkpoint_limit(self) -> str | int:
-        """Return the limit of checkpoints outside the pool, in bytes or as text such as 64MiB; 0
-        for a single session.
+        """Return the limit of checkpoints outside the pool, in bytes or as text such as 64MiB; by
+        default 0 for a single session.
         """
         of_all = CHECKPOINTS if self.in_pool else 0
         return of_all if self.checkpoints is None else self.checkpoints

@@ -191,9 +191,9 @@ class OtherWork:
     """Tell how many cores other processes want of those that this process may use."""
 
     _LOOK = 0.2
-    """Seconds between two looks, at least, because times are counted in steps of 10 ms."""
+    """Seconds between two readings, at least: the system counts times in steps of 10 ms."""
     _COST = 1 / 500
-    """The share of the time that looks may take; where there are many CPUs, one look takes long."""
+    """The largest share of the time for reading the times of all CPUs, which may be many."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         """Begin to count; `machine` None: this machine."""

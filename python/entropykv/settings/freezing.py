@@ -231,7 +231,7 @@ class Rung(IntEnum):
 RUNGS = {rung.name.lower(): rung for rung in Rung if rung}
 """The rungs by the names that options have for them."""
 WITHOUT_REWALK = tuple(name for name, rung in RUNGS.items() if rung is not Rung.REWALK)
-"""The rungs where tokens that were written cannot be taken back."""
+"""The names of the rungs that are possible where written tokens cannot be taken back."""
 
 
 @dataclass(frozen=True)

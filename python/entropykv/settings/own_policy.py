@@ -26,7 +26,7 @@ class BudgetToShare:
     mean_entries: int
     """How many entries per KV head the budget holds on average."""
     floor_entries: int
-    """How many entries every KV head gets at least: sinks, and the recent window."""
+    """How many entries every KV head gets at least, unless its limit is lower."""
     heads_per_layer: tuple[int, ...]
     """How many KV heads each attention layer has."""
     limits: tuple[int, ...]
@@ -89,7 +89,7 @@ class OwnPolicy:
         return np.ones(budget.n_kv_heads)
 
     def observe(self, seen: MicroBatchSeen) -> None:
-        """Record what a micro-batch shows; share() is called afterwards. By default, nothing is
+        """Record what a micro-batch shows, before share() is called again. By default, nothing is
         recorded.
 
         Single tokens of an answer are not passed, unless micro-batches are that small.
@@ -126,7 +126,9 @@ def check_own_policy(policy: object, taken: Sequence[str]) -> OwnPolicy:
 
 
 def checked_weights(policy: OwnPolicy, budget: BudgetToShare) -> list[float]:
-    """Return the result of share(); raises SettingsError if it is not one weight per KV head."""
+    """Return the result of share(), divided by the largest weight; raises SettingsError if it is
+    not one weight of 0 or more per KV head, or if all are 0.
+    """
     weights = np.asarray(policy.share(budget), np.float64)
     possible = weights.shape == (budget.n_kv_heads,) and np.isfinite(weights).all()
     if not possible or weights.min() < 0.0 or weights.max() == 0.0:

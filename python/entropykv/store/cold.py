@@ -62,7 +62,7 @@ class ColdFile:
     ) -> None:
         """Write the header of a new, locked file, whose descriptor the object owns from then on.
         `page_bytes`: the bytes of a page of entries; `identity`: that of the model, as for
-        create().
+        create(). Raises OSError.
         """
         self.path = path
         self.descriptor = descriptor
@@ -203,8 +203,8 @@ def _remove_and_close(path: str, descriptor: int) -> bool:
 
 
 def _remove_leftovers(directory: str) -> int:
-    """Remove the files in a directory that no process has locked; returns how many. Raises OSError
-    if there is no such directory.
+    """Remove the leftovers in a directory: files of frozen entries that no process has locked;
+    returns how many were removed. Raises OSError for a directory that cannot be read.
     """
     with os.scandir(directory) as entries:
         paths = [
@@ -218,7 +218,7 @@ def _remove_leftovers(directory: str) -> int:
 
 
 def _remove_leftover(path: str) -> bool:
-    """Remove a file if it is a leftover; returns whether it was one."""
+    """Remove a file if it is a leftover; returns whether it was removed."""
     try:
         descriptor = os.open(path, system.existing_file_flags())
     except OSError:

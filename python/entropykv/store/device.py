@@ -61,7 +61,7 @@ class DeviceContext(StoreContext):
         """Probe the model's graph, and compute its attention from then on.
 
         Raises UnsupportedModelError if the graph has something that the device store does not
-        support.
+        support, and ModelFileError or EntropyKVError if llama.cpp cannot run the model.
         """
         options = config.options
         self._name = model.name
@@ -124,8 +124,8 @@ class DeviceContext(StoreContext):
     def resize(self, budget: Budget) -> None:
         """Give all stores their equal part of another budget, or leave all as they were.
 
-        For a larger budget, the rows are allocated anew. Raises BudgetError if the devices have no
-        memory for them.
+        For a larger budget, the rows are allocated anew. Raises BudgetError if it is too small, or
+        if the devices have no memory for the rows.
         """
         stores = list(self._stores)
         if not stores:
@@ -366,7 +366,7 @@ class DeviceStore(KvHeadStore):
         """Share the new budget among the KV heads; heads that hold more than their part evict.
 
         In a pool, it is the budget of all sequences, each of which gets an equal part. Raises
-        BudgetError if the devices have no memory for it; nothing has changed then.
+        BudgetError as DeviceContext.resize() does; nothing has changed then.
         """
         self.context.resize(budget)
 

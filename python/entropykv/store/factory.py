@@ -35,8 +35,8 @@ class StoreFactory:
         make() returns.
 
         `most_tokens` returns the most tokens of a sequence in a micro-batch, with its echo. If no
-        store can serve the model, frees the context and raises what the stores raise:
-        UnsupportedModelError, SettingsError, BudgetError or ProfileError.
+        store can serve the model, frees the context and raises the errors of resolve(), the
+        contexts and the stores, but BudgetError for MemoryError.
         """
         self._model = model
         self._most_tokens = most_tokens
@@ -66,8 +66,8 @@ class StoreFactory:
         return cast(StoreContext, self._context)  # The context exists until close().
 
     def make(self, budget: Budget) -> Store:
-        """Return a store for another sequence, the spare one if there is one; raises BudgetError
-        without memory for it.
+        """Return a store for another sequence, the spare one if there is one; raises the errors of
+        the store's class, and BudgetError without memory for it.
         """
         store, self.spare = self.spare or self._new(budget), None
         return store

@@ -70,7 +70,9 @@ class FlatContext(StoreContext):
         self._hooked = n_gates > 0 or serves_products()
 
     def new_handle(self, cells: int) -> Any:
-        """Make a llama_context with `cells` cells, for replace()."""
+        """Make a llama_context with `cells` cells, for replace(); raises ModelFileError if
+        llama.cpp cannot.
+        """
         config = self._config
         parameters = context_parameters(self._model, config.options, config.n_ubatch, cells)
         parameters.type_k, parameters.type_v = GGML_PAIRS[config.kv_type]
@@ -113,7 +115,7 @@ class FlatStore(Store):
 
         The context's former llama_context is freed. Raises UnsupportedModelError if the budget is
         below the context and the architecture is in WITHOUT_HOLES, BudgetError for a budget that is
-        too small, and ProfileError for a profile of another model.
+        too small, ProfileError for a profile of another model, and the error of new_handle().
         """
         options, geometry = config.options, model.geometry
         if config.profile:
@@ -218,7 +220,7 @@ class FlatStore(Store):
 
     def resize(self, budget: Budget) -> None:
         """Evict down to a smaller budget; move to a context with more cells for a larger one.
-        Raises BudgetError as Store.resize() does.
+        Raises BudgetError as Store.resize() does, and the other errors of the constructor.
         """
         plan = self._plan(budget)
         if plan.cells > self._cells:
@@ -227,7 +229,9 @@ class FlatStore(Store):
         self._store.set_budget(plan.entries, plan.protection.n_sinks, self._recent_window)
 
     def _move_to(self, cells: int) -> None:
-        """Move to a larger context; if that fails, change nothing and raise BudgetError."""
+        """Move to a larger context; if that fails, change nothing and raise BudgetError, or
+        ModelFileError without such a context.
+        """
         larger = self.context.new_handle(cells)
         try:
             with captured_log():
@@ -340,7 +344,7 @@ class FlatStore(Store):
     def load_state(self, state: SavedState) -> None:
         """Load llama.cpp's state, and evict; raises RuntimeError if llama.cpp refuses it."""
         positions, cells = state.sections
-        # Suppress llama.cpp's log, because the error below says what matters to a user.
+        # Suppress llama.cpp's log, because the raised error says what matters to a user.
         with captured_log():
             self._store.load_state(
                 np.frombuffer(positions, "<i4").tolist(), cells, state.evicted, state.shift

@@ -193,8 +193,8 @@ class HeadwiseStore(KvHeadStore):
         `budget` None takes that of the config. In a context of several sequences, the budget is for
         all together, and the store holds nothing before take_share(). Raises SettingsError if the
         policy needs something that the model does not have, ProfileError for a profile of another
-        model, BudgetError for a budget that is too small, and FreezeError if cold storage cannot be
-        made.
+        model, BudgetError for a budget that is too small, FreezeError if cold storage cannot be
+        made, and MemoryError.
         """
         policy = config.policy
         self._config = config
@@ -450,7 +450,7 @@ class HeadwiseStore(KvHeadStore):
             raise
 
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most `pages` pages, and evict the rest: see Pooled."""
+        """Hold at most `pages` pages, and evict what exceeds them: see Pooled."""
         if (pages, longest) == (self.share_pages, self._longest):
             return
         budget = Budget("bytes", max(1, pages * self.sharing.plan.page_bytes))

@@ -1,4 +1,4 @@
-"""Set how many entries the KV heads of the headwise store may hold: a plan, and its shares."""
+"""Set how many entries the KV heads of the headwise store may hold, by a plan and by the text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEAST_FORESIGHT = 2 * LEAST_TOKENS
 text that it will become.
 """
 _STRETCHES = 32
-"""How many stretches a text grows by while its length doubles: see _end_of_stretch()."""
+"""How many stretches a long text grows by while its length doubles: see _end_of_stretch()."""
 
 
 def online_budgets(
@@ -127,7 +127,7 @@ class HeadwiseBudgets:
 
     def expect(self, n_tokens: int) -> None:
         """Choose the plan for a text of n_tokens: keep it whole if the budget can hold it, or else
-        follow the policy.
+        follow the policy. KV heads that hold more evict. In a pool, the plan stays.
         """
         self._expected, self._end = n_tokens, min(self._end, n_tokens)
         plan = self._fitting(self._of_policy) if self._of_policy else self.plan
@@ -153,7 +153,7 @@ class HeadwiseBudgets:
     @property
     def longest_whole(self) -> int:
         """Return the length of the longest text that is kept whole if expect() has announced it; 0:
-        the plan is the same for all texts.
+        the plan is the same for all texts, or the pool sets it.
         """
         return self._whole_texts.longest if self._whole_texts else 0
 
@@ -197,7 +197,7 @@ class HeadwiseBudgets:
 
     def _attainable(self, plan: HeadwisePlan) -> tuple[int, ...]:
         """Return how many entries every KV head can hold at most before budgets are shared again,
-        at least the floor.
+        at least the floor; its limit while that is not known.
         """
         most = self._limited.most if self._limited else []
         if not any(most):
@@ -324,8 +324,8 @@ class HeadwiseBudgets:
         """Return how many of the next `n_tokens`, from `position` on, to read at once.
 
         If budgets follow the losses of the text, only the tokens are read that the budget can hold
-        besides the text so far. Then the budget is shared by their losses before anything is
-        evicted.
+        besides the text so far, unless they are fewer than LEAST_TOKENS. Then the budget is shared
+        by their losses before anything is evicted.
         """
         room = self.whole_entries - position
         if self._config.policy.rule.by_losses and LEAST_TOKENS <= room < n_tokens:
@@ -359,15 +359,15 @@ class HeadwiseBudgets:
         return self._online.loss_curve(self.plan) if self._online else None
 
     def forget(self) -> None:
-        """Forget all measurements, because another text begins."""
+        """Forget all measurements, because another text begins, and share the budget anew."""
         if self._online:
             self._online.forget()
             self.share()
 
     @property
     def sure_entries(self) -> int:
-        """Return how many of the newest tokens every KV head certainly keeps; n_ctx if nothing is
-        evicted.
+        """Return how many of the newest tokens every KV head certainly keeps: n_ctx if nothing is
+        evicted, 0 if entries are frozen.
         """
         if self._whole_texts is not None:
             return self.longest_whole

@@ -135,8 +135,8 @@ def unsupported(model: Model, why: str, store: str) -> UnsupportedModelError:
 
 
 def ranking_predictor(config: ResolvedConfig) -> ScorePredictor | None:
-    """Return the predictor of the scores of new entries; None if the policy predicts nothing, or if
-    no predictor is known.
+    """Return the predictor of the scores of new entries, by beside_queries() where they are added
+    to what queries give; None if the policy predicts nothing, or if no predictor is known.
     """
     predictor = config.predictor
     if predictor is None or not config.policy.importance.adds_predictions:

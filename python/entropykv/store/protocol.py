@@ -329,8 +329,8 @@ class RollbackRange:
         self._loaded = whole_from
 
     def leads_to(self, position: int) -> bool:
-        """Tell whether the store holds everything that it held when the text ended at
-        `position`.
+        """Tell whether the store holds everything that it held when the text ended at `position`;
+        False with recurrent layers.
         """
         return self._recurrent is None and position >= self.whole_from
 
@@ -453,11 +453,12 @@ class Pooled(ABC):
     @abstractmethod
     def take_place(self, sequence: int) -> None:
         """Take a place in the pool: `sequence` is llama.cpp's number for the sequence, which reads
-        from now on.
+        from now on. Raises BudgetError without memory for the place.
         """
 
     def take_share(self, pages: int, longest: int | None) -> None:
-        """Hold at most this many pages of the pool, and evict what exceeds them.
+        """Hold at most this many pages of the pool, and evict what exceeds them; raises FreezeError
+        if it is to be frozen and cold storage has no room.
 
         `longest`: the most tokens that the text may have, if the share holds all of them; None: the
         whole context.
@@ -492,7 +493,7 @@ class Pooled(ABC):
 
     def go_on_from(self, checkpoint: StoreCheckpoint, *, ends: bool) -> bool:  # noqa: ARG002
         """Replace the content by that of a checkpoint, which is dropped if it `ends`; returns False
-        if the pool has no room.
+        if the pool has no room, and then the store is empty.
         """
         return False
 

@@ -106,7 +106,7 @@ class Part:
 
     def settle(self, logits: Logits | None) -> None:
         """Take the logits, (n_rows, n_vocab), undo wrong drafts, and bring the store in order after
-        the decode; errors are kept for result().
+        the decode; an impossible result of `verify` and a SessionFileError are kept for result().
         """
         drafts = self.store.drafts
         if self.n_drafts and drafts and self.verify is not None and logits is not None:
@@ -195,8 +195,8 @@ def _made_room(part: Part, model_name: str) -> bool:
 
 
 def _as_ours(error: Exception, model_name: str) -> Exception:
-    """Convert an error of the extension to a typed one, which tells an unexpected graph from a step
-    that could not be computed.
+    """Return a RuntimeError of the extension as a typed error: UnsupportedModelError for an
+    unexpected graph, else StepError; other errors unchanged.
     """
     if isinstance(error, EntropyKVError) or not isinstance(error, RuntimeError):
         return error
@@ -224,8 +224,8 @@ def decode_inside(
     """Decode one micro-batch of one sequence; returns the logits of its last `n_rows` tokens,
     (n_rows, n_vocab), or None for `n_rows` 0.
 
-    Raises UnsupportedModelError if the graph is not as the store expects, StepError if it could not
-    be computed, and the errors of Store.before().
+    Raises UnsupportedModelError if the graph is not as the store expects, StepError if a step could
+    not be computed, EntropyKVError if llama.cpp fails, and the errors of Store.before().
     """
     part = Part(store, tokens, position, n_rows, echo)
     decode_parts([part], batch, model_name)

@@ -64,7 +64,7 @@ class Suite:
     questions: Sequence[str] = QUESTIONS[:1]
 
     def __post_init__(self) -> None:
-        """Check the names of the tasks, and remove duplicates."""
+        """Raise SettingsError for an unknown task; sort tasks and lengths, without duplicates."""
         for name in self.tasks:
             if name not in TASKS:
                 raise SettingsError(
