@@ -1,4 +1,4 @@
-// Tests sizes beyond every constant of the code: heads with more than 10,000 entries, micro-batches
+// Tests sizes beyond the usual ones: heads with more than 10,000 entries, micro-batches
 // that recall thousands of them, 64 and more query heads per KV head, positions that floats cannot
 // hold exactly, and queries that are not numbers.
 #include <algorithm>

@@ -1,6 +1,5 @@
-// Tests the core without Python: page pool, page layout, and the store with attention on several
-// threads as ggml runs it (with a barrier after every node of the graph). Prints "N passed, M
-// failed".
+// Tests the core without Python: page pool, page layout, packed importance, and the store with
+// attention on several threads as ggml runs it (with a barrier after every node of the graph).
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

@@ -121,8 +121,8 @@ inline LayerRows random_layer_rows(const LayerShape& shape, int n, std::mt19937&
             random_rows(random, n * shape.n_head_kv * shape.v_dim)};
 }
 
-// Attends with n tokens in one layer, after Attention::begin(); returns the outputs of every
-// reader.
+// Attends with n tokens in one layer, after Attention::begin(); returns the outputs,
+// [reader][token][query head][value].
 inline std::vector<float> attend_layer(Attention& attention, int layer, const LayerRows& rows,
                                        int n, const AttentionParams& params, int n_threads) {
     const LayerShape& shape = attention.store().shape(layer);
@@ -144,8 +144,8 @@ inline std::vector<float> attend_layer(Attention& attention, int layer, const La
     return output;
 }
 
-// Reads a random micro-batch, whose last n_echo tokens are an echo; returns the outputs of every
-// reader.
+// Reads a random micro-batch in the first layer, the last n_echo tokens of which are an echo.
+// Returns what attend_layer() returns.
 inline std::vector<float> read_batch(Attention& attention, const LayerShape& shape, int n,
                                      std::int32_t position, std::mt19937& random, int n_threads,
                                      bool sinks = false, bool biased = false, int n_echo = 0) {

@@ -1,5 +1,5 @@
-// Decodes ggml's blocks of quantised weights one value at a time, as the kernels of products must.
-// It follows the definition of the format, not the kernels.
+// Makes random blocks of ggml's types of weights, and decodes them one value at a time, by the
+// definition of the formats and not by the kernels of products.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct BlockFormat {
     int bytes;
     std::vector<int> halves;  // bytes of a block at which f16 scales begin
 
-    // Activations are not rounded for f16 weights.
+    // Tells whether activations are rounded; for f16 weights they are not.
     bool rounds() const { return type != WeightType::f16; }
 };
 
