@@ -84,7 +84,9 @@ def test_a_header_tells_of_states_what_llama_cpp_knows(
 
 @every_model
 def test_stock_llama_cpp_decodes_it(kind: str, model: Architecture, path: Path) -> None:
-    """The weights make sense: logits are finite and depend on the text, not on how it is read."""
+    """The weights make sense: logits are finite and depend on the text, and, except for diffusion,
+    not on how it is read.
+    """
     tokens = tokens_for(48)
     other = [tokens[0], tokens[1] ^ 1, *tokens[2:]]
     session = stock(path)

@@ -437,7 +437,7 @@ def test_a_document_that_is_read_in_long_steps_has_its_true_speed(
 def test_a_page_that_is_slower_than_its_server_does_not_fall_behind(
     page: Watched, server: Server
 ) -> None:
-    """Of pictures that have all come, the page shows the newest, and not each in turn."""
+    """Of 2,000 pictures that have all come, the page shows the newest, and few of the others."""
     server.post("/v1/completions", json.dumps({"prompt": "The old garden", "max_tokens": 1}))
     (_, model), (_, now) = events(server, most=2)
     assert now["map"] is not None

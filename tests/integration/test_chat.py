@@ -191,7 +191,7 @@ def talk_far() -> tuple[Result, SessionStats]:
 
 def test_a_conversation_far_beyond_the_trained_context() -> None:
     """A conversation three times as long as the trained context stays in its bytes, and answers
-    rightly.
+    most questions rightly.
 
     It runs in a process of its own, so that memory left by other tests does not count.
     """

@@ -38,7 +38,7 @@ def text_of(prompt: Sequence[int], rows: Rows) -> list[int]:
 
 
 def again(session: Session, n: int) -> Rows:
-    """Write n tokens after a prompt whose logits are kept, and return the logits of each."""
+    """Return the kept logits of a prompt, and those of n tokens that are written after it."""
     assert session.logits is not None
     rows = [session.logits]
     for _ in range(n):
@@ -260,7 +260,7 @@ def test_the_last_prompt_is_not_read_again_whatever_its_length(model: Path) -> N
 
 
 def test_logits_of_checkpoints_count_and_stay_within_the_limit(model: Path) -> None:
-    """The pool reports all memory that numpy and array use for checkpoints."""
+    """The pool counts all memory that numpy and array use for checkpoints, within its limit."""
     with Pool(model, n_ctx=N_CTX, n_sequences=2, kv_budget="8MiB", checkpoints="16KiB") as pool:
         # The texts are short, so that their entries take little memory outside the pool.
         for first in range(3, 43):

@@ -1,4 +1,4 @@
-"""Converted Llama-shaped 1.58-bit checkpoints equal transformers' own models."""
+"""Converted Llama-shaped 1.58-bit checkpoints give nearly the logits of transformers' models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converted Hugging Face checkpoints equal transformers' own BitNetForCausalLM."""
+"""Converted Hugging Face checkpoints compute nearly what transformers' BitNetForCausalLM does."""
 
 from __future__ import annotations
 

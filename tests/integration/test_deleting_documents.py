@@ -120,7 +120,7 @@ def reader(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def stored(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    """Keep the documents in object storage."""
+    """Yield a Reader whose documents are in object storage."""
     pytest.importorskip("fsspec")
     monkeypatch.setattr(system, "cache_folder", lambda: tmp_path / "cache")
     with reading_into((tmp_path / "stored").as_uri(), tiny_llama, monkeypatch) as reader:

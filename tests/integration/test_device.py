@@ -1,4 +1,4 @@
-"""Layers run on a device that llama.cpp treats as a GPU, with every store."""
+"""Layers run on a device that llama.cpp treats as a GPU, with every store but the headwise one."""
 
 from __future__ import annotations
 

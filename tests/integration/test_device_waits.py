@@ -66,7 +66,9 @@ def printed_by(program: str, path: Path, options: dict[str, Any]) -> Any:
 
 
 def counts_together(path: Path, **options: Any) -> dict[str, float]:
-    """Return the counts per step in which several conversations read a token each."""
+    """Return how many waits, graphs and copies one step takes in which `n_sequences` conversations
+    read a token each, by name.
+    """
     counts = printed_by(COUNT_TOGETHER, path, options)
     return {name: n / N_WRITTEN for name, n in counts.items()}
 

@@ -23,7 +23,7 @@ DISK_BYTES = 4 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of a few megabytes, which only root can do."""
+    """Mount a file system of a few megabytes; skips the test unless the user is root."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = shutil.which("mount")

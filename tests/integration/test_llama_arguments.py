@@ -135,7 +135,7 @@ def test_refuses_budgets_and_files_by_name(tiny_llama: Path, tmp_path: Path) -> 
 
 
 def test_layers_may_be_offloaded(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, any n_gpu_layers gives the headwise store."""
+    """Without a device, n_gpu_layers=-1 gives the headwise store."""
     for supported in (False, True):
         monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda value=supported: value)
         llm = EntropyLlama(str(tiny_llama), n_ctx=64, n_gpu_layers=-1, **QUIET)

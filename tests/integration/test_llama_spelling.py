@@ -72,7 +72,7 @@ def test_a_name_of_a_control_token_is_not_the_token(llm: EntropyLlama) -> None:
 
 def test_other_tokens_never_exceed_the_context(tiny_llama: Path) -> None:
     """An answer ends at the end of the context, also if the text was read in more tokens than the
-    tokenizer gives.
+    tokenizer gives. If those tokens leave no room, the text is read again in the tokenizer's.
     """
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     letters = LlamaGrammar.from_string("root ::= [a-z ]+", verbose=False)

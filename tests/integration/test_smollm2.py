@@ -14,8 +14,8 @@ from tests.support.command import python
 
 
 def test_ample_budget_is_as_near_to_stock_as_flash_attention(smollm2: Path) -> None:
-    """On average over texts, logits are as near to stock's as stock's flash attention; single texts
-    differ by chance.
+    """The logits are about as near to those of stock without flash attention as those of stock with
+    it. On average over texts, because single texts differ by chance.
     """
     plain = StockSession(str(smollm2), n_ctx=512, n_threads=2, flash=False)
     flash = StockSession(str(smollm2), n_ctx=512, n_threads=2)
