@@ -69,11 +69,11 @@ class PoolError(EntropyKVError):
 
 
 class ContextError(EntropyKVError, ValueError):
-    """Raised for a prompt that is empty, too long for the context or no text, a position out of
-    range, or a question without a document.
+    """Raised for a prompt that is empty, too long or no text, a position out of range, or a
+    question without a document.
 
-    `n_tokens` and `n_ctx`, if they are known, are how many tokens a too long prompt has, and how
-    many the context has.
+    `n_tokens` and `n_ctx`: how many tokens a prompt that is too long for the context, and the
+    context, have; None for other errors.
     """
 
     def __init__(

@@ -23,10 +23,10 @@ from entropykv.errors import ContextError, EntropyKVError
 
 NOT_UTF8 = "not a text in UTF-8; convert it first, for example with `iconv -f latin1 -t utf-8`"
 _UTF8 = "utf-8-sig"
+"""UTF-8 with or without the byte order mark that editors of Windows put before it."""
 MOST_CHARACTERS = 1 << 28
 """The most characters of a text that is read: a device may have no end."""
 _TOO_LONG = f"is longer than {MOST_CHARACTERS >> 20} MiB"
-"""UTF-8 with or without the byte order mark that editors of Windows put before it."""
 _TOKEN_BYTES = 4
 """How many random bytes are in the name of a file that is being written."""
 FileStamp = tuple[int, int, int]

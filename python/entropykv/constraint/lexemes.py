@@ -217,8 +217,8 @@ class _Grammar:
         return found
 
     def _meet(self, these: set[int], those: set[int], machines: list[_Machine]) -> bool:
-        """Tell whether two lexemes, before which these and those may stand, can both come next in a
-        text.
+        """Tell whether two lexemes can both come next in a text; what may stand before one of them
+        is in `these`, and before the other in `those`.
         """
         if these & those:
             return True

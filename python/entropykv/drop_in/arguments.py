@@ -125,8 +125,8 @@ def _with_types(cache: CacheOptions, arguments: Mapping[str, Any]) -> CacheOptio
 
 
 def attached_options(kv_budget: Budget | str | float, given: Mapping[str, Any]) -> CacheOptions:
-    """Return the options of attach(); raises SettingsError for any other name, such as one of those
-    that the loaded model determines.
+    """Return the options of attach(); raises SettingsError for a name that attach() does not have,
+    such as one that the loaded model determines.
     """
     foreign = sorted(given.keys() - CacheArguments.__annotations__.keys())
     if foreign:

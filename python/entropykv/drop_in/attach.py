@@ -45,10 +45,10 @@ def attach(
     """Put a loaded llama_cpp.Llama inside a KV budget, in place, and return it as EntropyLlama.
 
     The model is not loaded again; the stock context and its KV cache are freed. The next prompt is
-    read from its start. Arguments and errors mean the same as those of EntropyLlama; a closed `llm`
-    raises EntropyKVError. An error leaves `llm` usable as before. Its type_k, type_v and flash_attn
-    have no effect any more. No thread may be within a call of `llm`: a stock Llama does not detect
-    this, and its context is freed.
+    read from its start. The errors are those of EntropyLlama, and EntropyKVError if `llm` is
+    closed; `llm` then goes on as before. Its type_k, type_v and flash_attn have no effect any more.
+    No thread may be within a call of `llm`: a stock Llama does not detect this, and its context is
+    freed.
     """
     cache = attached_options(kv_budget, arguments)
     budget = BudgetArguments(cache, on_evict, repeatable, on_climb)

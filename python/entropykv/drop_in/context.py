@@ -170,7 +170,7 @@ class BorrowedModel(Model):
 
 
 class BudgetContext(internals.LlamaContext):
-    """Implement what a Llama needs of LlamaContext with a Session, and refuse some of the rest."""
+    """Implement LlamaContext with a Session; copying, shifting and decoding cells is refused."""
 
     _is_closing = False
 

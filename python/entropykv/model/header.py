@@ -32,8 +32,8 @@ _PREFIX = struct.Struct("<4sIQQ")  # Magic, version, number of tensors, number o
 _LENGTH = struct.Struct("<Q")
 # Limits far above any real model: a damaged count must not cost seconds or gigabytes.
 MAX_LAYERS = 512  # llama.cpp calls it LLAMA_MAX_LAYERS.
-_MAX_ENTRIES = 1 << 16  # A file has no more keys, or tensors.
-_MAX_STRINGS = 1 << 22  # A vocabulary has no more tokens, or merges.
+_MAX_ENTRIES = 1 << 16  # The most keys of a file, and the most tensors.
+_MAX_STRINGS = 1 << 22  # The most tokens of a vocabulary, and the most merges.
 _MAX_STRING_BYTES = 1 << 24
 _MAX_DIMENSIONS = 4  # ggml calls it GGML_MAX_DIMS.
 _MAX_NUMBER = (1 << 31) - 1

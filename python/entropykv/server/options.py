@@ -286,7 +286,7 @@ class ModelOptions(CacheSettings):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Return the variables of the chat template besides the messages."""
+        """Return the variables of the chat template that these options set."""
         given = self.chat_template_kwargs
         return template_variables(given, self.reasoning, self.reasoning_effort)
 

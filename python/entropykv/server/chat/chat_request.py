@@ -400,8 +400,8 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return template_messages(self.messages, model.traits, instructions, images)
 
     def reads_calls(self, use: ToolUse | None) -> bool:
-        """Tell whether calls are read from the answer: only if there are tools, and not if
-        response_format asks for JSON, which could be mistaken for a call no tool must make.
+        """Tell whether calls are read from the answer: if a tool must be called, or if one may be
+        and response_format asks for no JSON, which could be mistaken for a call.
         """
         asked = self.response_format
         return use is not None and (use.required or asked is None or isinstance(asked, TextFormat))

@@ -44,7 +44,7 @@ def written(
     n_passages: int = 0,
     tells_progress: bool = False,
 ) -> dict[str, Any] | Iterator[Chunk]:
-    """Return the answer of a job as a client wants it: its chunks if it `streams`, else whole.
+    """Return the answer of a job: an iterator of its chunks if `streams`, else the whole.
 
     `tells_progress`: chunks tell how much of the prompt was read, if the writer has a method
     begin(), which returns a chunk without text. The other parameters are those of

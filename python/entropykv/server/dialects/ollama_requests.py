@@ -105,9 +105,7 @@ class OllamaRequest(Request):
 
     @abstractmethod
     def piece(self, texts: dict[str, Any]) -> dict[str, Any]:
-        """Return the fields of an answer for texts with the keys content, thinking and
-        tool_calls.
-        """
+        """Return the fields of an answer for texts by the keys content, thinking, tool_calls."""
 
     def call(self, job: Answering, started: float, loaded: float) -> Any:
         """Generate, and return the answer or an iterator over its lines; raises the errors of
@@ -227,9 +225,7 @@ class OllamaGenerate(OllamaRequest):
         return not self.prompt
 
     def asked(self, model: LoadedModel) -> ChatRequest | CompletionRequest:
-        """Return the equivalent chat completion or completion request; raises RequestError if there
-        is none.
-        """
+        """Return the equivalent request of our own API; raises RequestError if there is none."""
         self.check(model)
         if self.template:
             raise RequestError(
@@ -307,9 +303,7 @@ class _Writer:
     def __init__(
         self, request: OllamaRequest, started: float, loaded: float, form: AnswerForm
     ) -> None:
-        """Write the answer that `form` describes to a request; for the times see
-        OllamaRequest.call().
-        """
+        """Write the answer that `form` describes; for the times see OllamaRequest.call()."""
         self._request, self._form = request, form
         self._started, self._loaded = started, loaded
 
@@ -318,9 +312,7 @@ class _Writer:
         return self._last(self._form.whole(events))
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
-        """Yield a line for every part with text, a thought or calls, and a last one with the
-        totals.
-        """
+        """Yield a line for every part that says something, and a last one with the totals."""
         end = SaidPart()
         for part in self._form.parts(events):
             end = SaidPart(reason=part.reason)

@@ -83,9 +83,7 @@ def openai_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
 
 
 def completion_routes(models: ModelRegistry, *, ping: bool) -> APIRouter:
-    """Return the routes of llama-server that complete texts in its own form; `ping`: see
-    respond().
-    """
+    """Return llama-server's routes of completions in its own form; `ping`: see respond()."""
     router = APIRouter(tags=["llama-server"], route_class=BodyRoute)
     described = _described("The answer, or a list of answers; with `stream`, in pieces.")
 
@@ -153,9 +151,7 @@ async def _answer(
 
 
 def refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """Return a function for a route that is not offered: it refuses every request (400), and says
-    why.
-    """
+    """Return a function for a route that is not offered: it raises RequestError (400) with `why`."""
 
     async def refuse() -> Response:
         raise RequestError(400, why)

@@ -50,9 +50,7 @@ class Joined(Protocol):
         """Return a chunk of the answer number `index` as clients get it; None if they do not."""
 
     def end(self) -> dict[str, Any] | None:
-        """Return the chunk that ends the stream, after those of all answers; None if there is
-        none.
-        """
+        """Return the chunk that ends the stream after all answers; None if there is none."""
 
 
 async def respond(

@@ -61,7 +61,7 @@ _MOST_SUMMARIES = 4096
 
 
 class DocumentLibrary:
-    """Keep track of the documents below a directory, until they are removed, in any thread.
+    """Keep track of the documents below a directory; any thread may call it.
 
     A method that takes a DocumentId raises the RequestError of path() for an impossible name.
     """

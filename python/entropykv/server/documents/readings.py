@@ -178,9 +178,7 @@ class Reading:
     names: Sequence[str]
     """The files that the text came from."""
     system: str | None = None
-    """The system message before the text; only readings that `entropykv read` has begun
-    have one.
-    """
+    """The system message before the text, which only readings of `entropykv read` have."""
     status: Status = "queued"
     n_read: int = 0
     n_tokens: int = 0
@@ -233,7 +231,7 @@ class Readings:
             return path in self._removals and path not in self._of
 
     def names(self, folder: Path) -> set[str]:
-        """Return the files in a folder whose documents wait, are read, or could not be read."""
+        """Return the names of the files of documents that wait, are read, or could not be read."""
         with self._changed:
             return {path.name for path in self._of if path.parent == folder}
 
@@ -324,9 +322,7 @@ class Readings:
             return reading.removal
 
     def leave(self, model: str) -> list[Reading]:
-        """Take the queued readings of a model out, and return them; the files of their texts
-        stay.
-        """
+        """Take out and return the queued readings of a model; the files of their texts stay."""
         with self._changed:
             left = {
                 path: each

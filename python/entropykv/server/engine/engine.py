@@ -119,7 +119,7 @@ class Job:
 
 
 class Engine:
-    """Own a model and the threads that answer requests, which wait until one of these is free.
+    """Own a model and the threads that answer requests; a request waits until a thread is free.
 
     As many choices are answered at a time as the model's pool holds sequences; one sequence less if
     documents are read.
@@ -179,7 +179,7 @@ class Engine:
         self._looked_at = 0.0
         self._thread = ThreadPoolExecutor(len(self.lanes), thread_name_prefix="entropykv")
         self.stats: SessionStats = self._figures()
-        """Current figures; during a generation, a step updates them each quarter of a second."""
+        """The figures after the last job, or about every quarter of a second between two steps."""
         self.documents: DocumentReader | None = None
         """Reads documents in the background, if the server keeps any."""
         if documents is not None:
@@ -274,9 +274,7 @@ class Engine:
             self._stop(self._jobs.values())
 
     def _stop(self, jobs: Iterable[Job]) -> None:
-        """Tell jobs to end within a micro-batch, also those that wait for another
-        session's step.
-        """
+        """Tell jobs to end within a micro-batch, also if they wait for another session's step."""
         for job in list(jobs):
             job.stop.set()
             with self._running_lock:

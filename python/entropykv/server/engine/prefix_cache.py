@@ -28,7 +28,7 @@ from entropykv.session.session_files import check_template, document_header
 from entropykv.session.stats import SessionStats
 
 _WORTH_WAITING = 64
-"""The least common tokens for which a prompt waits for another one that is being read."""
+"""How many tokens in common a prompt waits for at least while another prompt is being read."""
 _CHECK_INTERVAL = 0.05
 """Seconds between two checks of a waiting prompt."""
 _Made = TypeVar("_Made")

@@ -71,7 +71,7 @@ class _Check(ABC):
 
 
 class HostHeaderCheck(_Check):
-    """Answer requests with a Host header that is not allowed with 403."""
+    """Answer 403 to requests with a Host header that is not allowed."""
 
     def __init__(self, app: ASGIApp, host: str, allowed: str | None) -> None:
         """Wrap an app that listens on `host`; `allowed`: further names, separated by commas.
@@ -137,7 +137,7 @@ def origins_of(option: str | None) -> tuple[list[str], str | None]:
 
 
 class OriginCheck(_Check):
-    """Answer requests of web pages that may not use the server with 403."""
+    """Answer 403 to requests of web pages that may not use the server."""
 
     def __init__(self, app: ASGIApp, origins: list[str], pattern: str | None) -> None:
         """Wrap an app; `origins` are further pages that may use it (`*`: all), and `pattern` is
@@ -290,7 +290,7 @@ def user_of(scope: Scope) -> str:
 
 
 class ApiKeyCheck(_Check):
-    """Answer requests without a valid API key with 401."""
+    """Answer 401 to requests without a valid API key."""
 
     def __init__(self, app: ASGIApp, keys: Keys) -> None:
         """Wrap an app; if there are no keys, all requests pass."""

@@ -15,8 +15,7 @@ _logger = logging.getLogger("entropykv.server.dialects.requests")
 
 
 class RequestLog:
-    """Log client, method, path, status, seconds and tokens after the answer; neither query nor
-    body.
+    """Log client, method, path, status, seconds and tokens after the answer, but no query or body.
 
     A request whose client disconnected before the answer has status 499.
     """
@@ -85,9 +84,7 @@ def _path(scope: Scope) -> str:
 
 
 def write_requests_to_stderr() -> None:
-    """Write the log lines to stderr with the time; without this call, the logging settings
-    decide.
-    """
+    """Write the log lines to stderr with the time, whatever the settings of logging say."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     _logger.addHandler(handler)

@@ -142,9 +142,7 @@ class Starting:
     """
 
     def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
-        """Take `make`, which is called when the server's lifespan begins; nothing is
-        created yet.
-        """
+        """Take `make`, which is called when the server's lifespan begins."""
         self._make = make
         self.page = page
         """True if there is a page at /."""

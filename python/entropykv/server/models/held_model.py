@@ -186,9 +186,7 @@ class HeldModel:
     estimate: MemoryEstimate | None = None
     """The estimated memory of the loaded model; None if not estimated yet."""
     about: dict[str, Any] | None = None
-    """What describe() of llama_server_routes.py returned when the model was last loaded; None
-    before.
-    """
+    """What llama_server_routes.describe() returned after the last loading; None before."""
     users: int = 0
     """How many requests the model answers, or is about to answer."""
     waiting: int = 0

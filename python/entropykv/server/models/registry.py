@@ -116,8 +116,8 @@ class ModelRegistry:
         return self._threads.are_busy
 
     def find(self, name: str | None) -> HeldModel:
-        """Return the model with a name or alias, or the default; in a server of one model, that
-        one. Raises RequestError for a name that is missing (400) or unknown (404).
+        """Return the model with a name or alias, or the default; a server of one model has it under
+        any name. Raises RequestError for a name that is missing (400) or unknown (404).
         """
         if self.catalog.any_name or (name is None and self.catalog.default is not None):
             return self._held[str(self.catalog.default)]
@@ -184,9 +184,7 @@ class ModelRegistry:
         return self.autoload if asked is None else asked in ("true", "1")
 
     def keep(self, engine: Engine) -> Callable[[], None]:
-        """Keep a model in memory until the function that is returned is called, in the event
-        loop.
-        """
+        """Keep a model in memory until the returned function is called in the event loop."""
         stack = ExitStack()
         for held, own in self.loaded():
             if own is engine:
@@ -447,9 +445,7 @@ def until_answered(request: Request) -> ExitStack:
 
 
 class Leases:
-    """Keep a model in memory while a request uses it, until its response was sent (ASGI
-    middleware).
-    """
+    """Keep models in memory until the responses to their requests were sent (ASGI middleware)."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap an app whose routes use models."""

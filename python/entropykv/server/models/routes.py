@@ -20,9 +20,7 @@ class ModelName(BaseModel):
 
 
 def model_routes(models: ModelRegistry) -> APIRouter:
-    """Return the routes of models; only a server of several models has those that load
-    and unload.
-    """
+    """Return the routes of models; those that load and unload need several models."""
     router = APIRouter(tags=["Models"], route_class=BodyRoute)
 
     @router.get("/v1/models")

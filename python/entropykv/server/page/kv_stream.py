@@ -1,6 +1,4 @@
-"""Define the routes of cache viewers: pictures of the cache as events, and the text that
-it holds.
-"""
+"""Define the routes of cache viewers: pictures of the cache as events, and the text in it."""
 
 from __future__ import annotations
 
@@ -175,7 +173,7 @@ class Picture:
 
 
 class CacheView:
-    """Take pictures for one viewer, which have no conversations of other users."""
+    """Take pictures for one viewer; they show no conversations of other users."""
 
     def __init__(self, user: str, window: Window, conversation: str | None = None) -> None:
         """Show the `window` of a user's conversation, or of the latest one for None.

@@ -31,7 +31,7 @@ MOST_HOLDERS = 8
 _DOCUMENTS = re.compile(r".*/v1/documents(?:/([^/]+))?/?", re.DOTALL)
 """The paths of the routes of documents."""
 _PROMPT_CHARACTERS = 2048
-"""How many characters of the first turn, or of a prompt without turns, tell it from others."""
+"""By how many characters of its text, or of its first turn, a prompt is told from others."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _sent_name(body: bytes, kind: str) -> str | None:
 
 
 def _document_key(user: str, document: str) -> str:
-    """Return the key of a document, which the replica has that reads it."""
+    """Return the key of a document; the replica that reads the document holds it."""
     return _digest("document", user, document)
 
 

@@ -16,9 +16,7 @@ from entropykv.server.replicas.affinity import Affinity, Holders
 
 
 class AffinityRouter(RequestRouter):  # type: ignore[misc, unused-ignore]  # without Ray: Any
-    """Send a request to the replica that holds the beginning of its text, or to the least
-    loaded.
-    """
+    """Send a request to the replica that has read the beginning of its text, or else the idlest."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Take the arguments of RequestRouterConfig: `slack`, see Holders."""

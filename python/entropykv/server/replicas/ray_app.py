@@ -130,7 +130,7 @@ class ReplicaOptions:
 def application(
     model: ModelOptions, server: ServerOptions, options: ReplicaOptions, mark: str | None = None
 ) -> serve.Application:
-    """Return the Ray Serve application for serve.run(); SettingsError without `options.sessions`.
+    """Return the Ray Serve application; raises SettingsError unless `options.sessions` is set.
 
     `mark`: the name that shared_documents.marked() gave; replicas that do not see it where
     documents are kept end with a SettingsError.
