@@ -151,7 +151,7 @@ async def _answer(
 
 
 def refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
-    """Return a function for a route that is not offered: it raises RequestError (400) with `why`."""
+    """Return a function for a route that is not offered; it raises RequestError (400, `why`)."""
 
     async def refuse() -> Response:
         raise RequestError(400, why)
