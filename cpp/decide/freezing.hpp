@@ -22,7 +22,7 @@ ColdType cold_type_named(const std::string& name);
 // attention: for measure products, if the mean of |q.k| (scaled as for the softmax) over the step's
 // queries and the query heads of the KV head is below `threshold`; for other measures, if it gets
 // less than `threshold` times the mean over all entries. The c-th detection within `history`
-// positions freezes the entry for floor(sqrt(c) / rate) steps. Sinks are never frozen.
+// positions freezes the entry for floor(sqrt(c) / rate) steps. The schedule freezes no sinks.
 struct FreezeSchedule {
     int window = 32;
     float threshold = 0.5f;

@@ -1,7 +1,7 @@
 // Connects a store to llama.cpp through the evaluation callback of one llama_context. First the
 // context decodes one token while the graph is only probed (attention_probe.hpp). After serve() or
 // serve_on_devices(), attention and products of weights are changed in every graph before it is
-// computed. Gates are changed in any case (weight_hook.hpp).
+// computed. Gates are changed while probing, too (weight_hook.hpp).
 #pragma once
 
 #include <ggml.h>

@@ -1,4 +1,4 @@
-// Holds threads that compute pieces of products beside the threads of an op. These never wait.
+// Holds threads that compute pieces of products beside those of an op, which wait for no helper.
 //
 // llama.cpp's threads wait for each other after every op. If another process takes the core of one
 // of them, all stand still for milliseconds. A helper may lose its core at any time: it writes the

@@ -56,7 +56,7 @@ class Measure:
     def summary(self) -> str: ...
     @property
     def by_position(self) -> bool:
-        """Tell whether scores depend only on positions."""
+        """Tell whether the measure depends only on positions."""
     @property
     def adds_up(self) -> bool:
         """Tell whether scores are sums of what queries gave to entries: shares of attention, their
@@ -69,7 +69,7 @@ class Measure:
         """
     @property
     def predicts(self) -> bool:
-        """Tell whether scores depend only on keys and values: see HeadwiseStore.set_predictor()."""
+        """Tell whether scores are predicted from keys and values: see set_predictor()."""
     @property
     def threshold(self) -> float:
         """Return the default threshold of the freeze schedule, below which an entry counts as
@@ -325,7 +325,7 @@ class GraphError(RuntimeError):
 
 class GraphHook:
     """Inspect the graph of the first decode of a llama_context; after serve(), replace attention in
-    all graphs. Products of weights are changed as WeightHook does it.
+    all graphs, and change products of weights as WeightHook does. Gates are changed in all graphs.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class GraphHook:
     def nodes(self) -> list[AttentionNode]: ...
     @property
     def refusal(self) -> str:
-        """Return why the headwise store cannot serve the model; empty if it can."""
+        """Return why the store cannot serve the model; empty if it can."""
 
     @property
     def rope_obstacle(self) -> str:
@@ -452,8 +452,8 @@ class FreezeSettings:
         """
 
 class SequencePool:
-    """Hold what sequences of one model share: the pages of a hard budget, and memory for a
-    micro-batch.
+    """Hold what sequences of one model share: the pages of a hard budget, memory for a micro-batch
+    and for the threads, and predictors.
     """
 
     def __init__(
@@ -496,7 +496,7 @@ class SequencePool:
     def staging_bytes(self) -> int: ...
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of working memory of the threads, for all sequences together."""
+        """Return the bytes of the threads' working memory, of predictors and of lessons."""
 
 class AttentionBatch:
     """List the sequences whose tokens are in a micro-batch, in the order of these tokens."""
@@ -862,7 +862,7 @@ class HeadwiseStore:
         """
 
     def rows(self, layer: int, kv_head: int) -> tuple[_Ints, _Floats, _Floats, _Floats]:
-        """Return the kept positions, ascending, (n,), with their scores (n,), K (n, k_dim) and V
+        """Return the kept positions, ascending, (n,), with importance() (n,), K (n, k_dim) and V
         (n, v_dim). Raises ValueError for a head that does not exist.
         """
 
@@ -980,8 +980,9 @@ class HeadwiseStore:
         that does not exist.
         """
     def importance(self, layer: int, kv_head: int) -> _Floats:
-        """Return the scores of the entries of a KV head, in the order of positions(), (n,). Raises
-        ValueError for a head that does not exist.
+        """Return the scores of the entries of a KV head, in the order of positions(), (n,), before
+        norms of values count; 0 for measures by position. Raises ValueError for a head that does
+        not exist.
         """
     def budget(self, layer: int, kv_head: int) -> int:
         """Return how many entries a KV head may keep. Raises ValueError for a head that does not
@@ -1202,7 +1203,7 @@ class DeviceStore:
         """
 
     def importance(self, layer: int, kv_head: int) -> _Floats:
-        """Return the scores of the entries of a KV head, in the order of positions(), (n,). Raises
+        """Return the scores of the entries of a KV head, as HeadwiseStore.importance() does. Raises
         ValueError for a head that does not exist, and RuntimeError if a device fails.
         """
 
@@ -1265,7 +1266,7 @@ class DeviceStore:
 
     @property
     def windows_whole_from(self) -> int:
-        """Return the first position whose window is complete, as HeadwiseStore does."""
+        """Return the first position from which on no sliding window misses an entry."""
 
     @property
     def eviction_seconds(self) -> float: ...
