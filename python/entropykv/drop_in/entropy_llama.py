@@ -90,13 +90,13 @@ class EntropyLlama(llama_cpp.Llama):
 
     It takes the arguments of llama_cpp.Llama, and the fields of CacheOptions: as keyword
     arguments, or together as `options`, over which keyword arguments take precedence. n_ctx is the
-    most tokens of a sequence (0: the trained context); the memory depends only on the budget.
+    most tokens of a sequence (0: the trained context); the cache takes what the budget says.
     `recovery` has no rewalks here; `on_climb` is called with each of its Climbs. `on_evict` is
     called with an EvictionEvent after a decode call that evicted something; an exception that it
     raises is passed to the caller, and the model can continue. flash_attn has an effect only with
     the flat store and kv_type f16: otherwise attention is ours, or must be flash attention.
 
-    A prompt that begins with the text that was read is not read again, even if its tokens differ. A
+    If a prompt begins with the text that was read, that is not read again, even in other tokens. A
     prompt that differs later is read again from the beginning of the micro-batch with the first
     difference, so that the same request gives the same answer. It is read from the start if entries
     were evicted since, or may be evicted before its end (including max_tokens). The last prompt

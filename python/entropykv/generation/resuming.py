@@ -31,12 +31,12 @@ def resume(
     """Go back in a session's text to where a prompt can continue; returns how many tokens of the
     prompt the session has read then.
 
-    So the answer is as if the prompt had been read from its start. If the prompt begins with what
-    was read, all of that is kept. Otherwise the text is cut where a reading from the start would
-    also begin a micro-batch, but only if nothing was evicted since, and nothing will be before the
-    answer ends. A checkpoint can be returned to in any case. `reads_question`: see Demand. Without
-    `repeatable`, the text is cut where the prompt departs from it, so that less is read again, and
-    the same prompt may get another answer.
+    If the prompt begins with what was read, all of that is kept. Otherwise the text is cut where a
+    reading from the start would also begin a micro-batch, so that a repeated prompt gets the same
+    answer, but only if nothing was evicted since, and nothing will be before the answer ends. A
+    checkpoint can be returned to in any case. `reads_question`: see Demand. Without `repeatable`,
+    the text is cut where the prompt departs from it, so that less is read again. For log
+    probabilities of the prompt, the text is cleared.
     """
     tokens, most = request.prompt.tokens, request.max_tokens
     if request.prompt_logprobs:  # Log probabilities of every token were requested.

@@ -314,7 +314,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def _clear_errors(repo: str) -> Iterator[None]:
-    """Convert every error of huggingface_hub and the disk in the `with` block to a HubError."""
+    """Convert errors of huggingface_hub and of the disk in the `with` block to HubErrors."""
     try:
         yield
     except HubError:

@@ -52,7 +52,7 @@ def fetch_model(
     `cache_dir` replaces huggingface_hub's cache, in which an interrupted download is continued.
     `local_dir` is a folder that gets the files under their own names; there, an interrupted
     download starts again. `tell` is called with notes for the user: sizes before a download or
-    conversion starts, and which file of the cache is used because the hub does not answer.
+    conversion starts, and that the cache is used because the hub does not answer.
 
     Raises HubError for a model or file that is not there, and if fetching or converting fails.
     """

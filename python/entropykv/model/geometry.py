@@ -36,8 +36,8 @@ _NONE = ("none", "no_vocab")
 
 
 def check_loadable(reader: HeaderReader, architecture: str) -> None:
-    """Raise ModelFileError for a file without tokenizer, and ValueError for damage with which
-    loading the file by llama.cpp would end the process.
+    """Raise ModelFileError for a file without tokenizer or merges, and ValueError for damage with
+    which loading the file by llama.cpp would end the process.
     """
     _check_tokenizer(reader)
     for name in _ROTATED:

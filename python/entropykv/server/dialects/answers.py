@@ -172,7 +172,7 @@ class AnswerForm:
     """Whether the first call is also in OpenAI's older field function_call."""
     logprobs: bool = False
     timed: bool = False
-    """Whether every chunk has the times so far."""
+    """Whether chunks have the times so far."""
     echoes: bool = False
     """Whether the text of the prompt is repeated before the answer."""
     verbose: bool = False

@@ -313,7 +313,7 @@ class OtherFields:
     """Declare the fields that requests of one API may have, and that are not read.
 
     Some change no answer, and are accepted; others ask for what is not done here, and are refused
-    by name, as is every field that nobody has declared.
+    by name: see check_names().
     """
 
     without_effect: frozenset[str]

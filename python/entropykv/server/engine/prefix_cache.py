@@ -100,7 +100,7 @@ class PrefixCache:
         self._most = most
         self._shared_prefixes = shared_prefixes
         self._lock = threading.Lock()
-        """Held while it is decided which conversation a prompt continues.
+        """Held while conversations are chosen for prompts, taken out, kept and dropped.
 
         It is the first of three that are taken in this order: this one; the right to change the
         pool (Scheduler.between_steps()), which waits for the end of a step; the lock of the index.

@@ -49,7 +49,7 @@ _PUBLIC = frozenset({"/health", "/v1/health", "/docs", "/openapi.json", *page_fi
 
 
 class _Check(ABC):
-    """Refuse requests before anything else is read of them (ASGI middleware)."""
+    """Refuse requests before their bodies are read (ASGI middleware)."""
 
     def __init__(self, app: ASGIApp) -> None:
         """Wrap an app."""
@@ -266,7 +266,8 @@ def _keys_in(path: str) -> list[str]:
 def shows_text(server: ServerOptions, keys: Keys) -> bool:
     """Tell whether routes and the page may show the texts in the cache.
 
-    Unless the operator has decided, they may only if no request can come from another machine.
+    Unless the operator has decided, they may if there are no keys, and no request can come from
+    another machine.
     """
     if server.show_text is not None:
         return server.show_text

@@ -98,8 +98,8 @@ def create_app(
     calls a function with the LoadedModel in a worker thread, and engine.before_close() registers a
     function for the shutdown (to save sessions, for example). `page`: the initial settings of
     conversations of the page at /. `viewer_seconds`: after how many seconds a viewer of the cache
-    has to ask again. Two apps share no models. Raises the errors of load_model() for one model and
-    of cache_options() for several, and SettingsError for a file or a directory that is unusable.
+    has to ask again. Two apps share no models. Raises the errors of load_model() for one model, of
+    cache_options() for several, and of Keys.of(), make_directory() and DocumentLibrary().
     """
     keys = Keys.of(server)
     catalog = ModelCatalog.of_one(model) if isinstance(model, ModelOptions) else model
