@@ -66,7 +66,7 @@ def saved_settings(
     )
 
 
-def write_state(
+def write_sequence(
     file: BinaryIO,
     settings: SavedSettings,
     store: Store,
@@ -106,7 +106,7 @@ def write_state(
     return contents
 
 
-def load_state(
+def load_sequence(
     reader: SessionReader, settings: SavedSettings, store: Store, n_vocab: int, n_ubatch: int
 ) -> TokenSequence:
     """Replace the content of a store by a saved session, and return its text.
@@ -365,7 +365,9 @@ class SessionFiles:
     ) -> SavedContents:
         self._runner.check_usable(self._slot)
         with self._runner.live_store(self._slot) as store:
-            return write_state(file, self.settings, store, self._slot.text, chat, document, learnt)
+            return write_sequence(
+                file, self.settings, store, self._slot.text, chat, document, learnt
+            )
 
     def _load(self, reader: SessionReader) -> SavedContents:
         runner, slot = self._runner, self._slot
@@ -379,7 +381,7 @@ class SessionFiles:
                 if not runner.shared.is_private:
                     runner.shared.note_growth(slot)
                 n_vocab, n_ubatch = runner.model.n_vocab, runner.config.n_ubatch
-                text = load_state(reader, self.settings, store, n_vocab, n_ubatch)
+                text = load_sequence(reader, self.settings, store, n_vocab, n_ubatch)
         except (FreezeError, PoolError, SessionFileError):
             slot.broken = False
             raise
