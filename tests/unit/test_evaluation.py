@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -355,6 +356,14 @@ def test_a_log_that_ends_in_its_first_line_begins_again(log_file: Path) -> None:
     assert log_of(log_file).get("stock", "passkeys", item("a")) is None
 
 
+@pytest.mark.needs("os.mkfifo")
+def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """Reading a pipe would wait for a writer, and a device may have no end."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match="pipe: is not a regular file; give a file for"):
+        log_of(tmp_path / "pipe")
+
+
 def test_logs_of_something_else_are_refused(log_file: Path, tmp_path: Path) -> None:
     before = log_file.read_bytes()
     with pytest.raises(SettingsError, match="another model"):
@@ -372,7 +381,7 @@ def test_logs_of_something_else_are_refused(log_file: Path, tmp_path: Path) -> N
         log_file.write_bytes(before + line)
         with pytest.raises(SettingsError, match="line 4 is damaged"):
             log_of(log_file)
-    with pytest.raises(SettingsError, match="Is a directory"):
+    with pytest.raises(SettingsError, match="is a directory"):
         log_of(tmp_path)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from entropykv.errors import SettingsError
 from entropykv.evaluation.reading import Item, Values
-from entropykv.files import json_of
+from entropykv.files import json_of, open_regular
 
 FORMAT = "entropykv eval 1"
 _OTHER = "use another file, or the model and settings that it was begun with"
@@ -83,8 +83,10 @@ class ResultLog:
             _append(Path(self._path), vars(record))
 
     def _load(self, path: Path) -> None:
+        lines = []
         try:
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            with suppress(FileNotFoundError), open_regular(path) as file:
+                lines = file.readlines()
         except OSError as error:
             raise SettingsError(f"{path}: {error.strerror}; give a file for the results") from None
         if lines and not lines[-1].endswith(b"\n"):
