@@ -46,7 +46,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 2, and one sentence on stderr, for bad input."""
+    """Run one command; returns the exit code: 2 for bad input, 1 if the output cannot be written,
+    each with one sentence on stderr.
+    """
     system.prepare_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:

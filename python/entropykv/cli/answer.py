@@ -198,7 +198,7 @@ class Answer:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     unread: list[int] | None = None
-    """The last token if the session has not read it yet; None if not even the prompt was read."""
+    """The last tokens, if the session has not read them; None if not even the prompt was read."""
     interrupted: bool = False
     text: str = ""
     """What was said, without what was thought before it."""

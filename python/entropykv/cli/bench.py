@@ -201,9 +201,7 @@ def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
 
 
 def works_table(rows: Sequence[BenchRow]) -> list[str]:
-    """Return the lines of a table of weights and attention separately; empty if they were not
-    measured.
-    """
+    """Return the lines of a table with the kinds of work that were measured; at least its head."""
     lines = [
         "\nWeights and attention apart, every node of llama.cpp's graphs by itself; GOPS are 10^9",
         "operations a second; attention's are known where nothing is evicted:\n",
@@ -238,7 +236,8 @@ def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:
     """Return the bytes of cache that attention reads per second, by (length, type).
 
     This is the difference in bytes between the largest and the smallest budget, divided by the
-    difference in time per token. Work that does not depend on the cache cancels out.
+    difference in time per token. Work that does not depend on the cache cancels out. Where a larger
+    budget takes no more bytes or no longer, there is no result.
     """
     groups: dict[tuple[int, str], list[BenchRow]] = {}
     for row in rows:

@@ -115,7 +115,7 @@ class TurnInput:
         """Return one text, and whether it is a command.
 
         A text is a line, several lines of which all but the last end with a backslash, or a block.
-        A block is never a command.
+        A block is never a command. Raises EOFError at the end of the input.
         """
         self._before = []
         line = self._line("> ")

@@ -48,13 +48,14 @@ _ELSEWHERE = {
     "show_thoughts": "--show-thoughts",
     "image": "--image",
 }
-"""Options that the page does not support, or that `serve` names differently, each with advice."""
+"""Options of `chat` that are refused with --web, and how they are spelt in the error."""
 
 
 def chat_in_browser(options: argparse.Namespace, sampling: Sampling) -> int:
     """Serve the page on a free port of this machine, and open it in a browser; returns at Ctrl-C.
 
-    Raises SettingsError for options that only the terminal supports.
+    Raises SettingsError for options that only the terminal supports, and MissingExtraError without
+    the extra server.
     """
     _check(options, sampling)
     from entropykv.server import ServerOptions  # noqa: PLC0415

@@ -56,7 +56,7 @@ class Conversation:
         thinking: ThinkingOptions | None = None,
         folds: bool = True,
     ) -> None:
-        """Use a session; raises ModelFileError if the model's template cannot be used."""
+        """Use a session; raises as Model.chat_prompt() does if the template cannot be used."""
         self.session = session
         self.turns: list[Turn] = []
         self.loaded_text = ""
@@ -84,7 +84,8 @@ class Conversation:
         """Read the user's turn, and write the answer to stdout.
 
         If the turn could not be read completely, it is removed again. Raises ContextError if it
-        does not fit into the context, and ImageError for images that cannot be read.
+        does not fit into the context, ImageError for images that cannot be read, and the errors of
+        Session.generate().
         """
         start = self.session.position
         answer = Answer()
@@ -206,8 +207,8 @@ class Conversation:
         return self.ask(turn.text)
 
     def begin_with(self, system: str) -> None:
-        """Remove all turns, and set the system message for the next one; raises ModelFileError if
-        the chat template cannot show it.
+        """Remove all turns, and set the system message for the next one; raises as
+        Model.chat_prompt() does if the chat template cannot show it.
         """
         if self._is_chat:
             # Raises if the template does not support a system message.

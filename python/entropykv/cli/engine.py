@@ -338,7 +338,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
 
     `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
     back at the end of a thought. Raises SettingsError for options that contradict each other, and
-    the errors of Model and Session.
+    the errors of fetch_named(), Model, Session and check_model().
     """
     _check_flash(options)
     kv_type = kv_type_of(options)
@@ -384,7 +384,7 @@ def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Sess
 
 
 def say_reading_twice(session: Session, n_tokens: int) -> bool:
-    """Print, before a text is read, that some of it will be read twice, because that takes longer.
+    """Print a note, before a text is read, if some of it will be read twice, which takes longer.
 
     `n_tokens`: how many tokens are read. Returns whether it was printed.
     """
@@ -434,7 +434,7 @@ def dropped_row(session: Session) -> tuple[str, str]:
 
 
 def say_learnt(session: Session) -> None:
-    """Print at the end what was read twice, and what of it is kept."""
+    """Print at the end what was read twice, if anything, and what of it is kept."""
     fit = session.cache.predictor_fit
     if fit is not None and (report := fit.report()):
         say(report)

@@ -230,7 +230,8 @@ def plan_of(model: KnownModel, kv_budget: Budget | str | float) -> tuple[Headwis
     """Return the plan that `entropykv plan` prints for a budget at the model's full context, and
     the KV type.
 
-    The type is the one that `--kv-type auto` chooses for this budget.
+    The type is the one that `--kv-type auto` chooses for this budget. Raises BudgetError for a
+    budget that is impossible or too small.
     """
     budget, geometry = Budget.parse(kv_budget), model.geometry
     layers, n_sinks = attention_layers(geometry), CacheOptions.n_sinks

@@ -361,7 +361,7 @@ def text_of_file(path: str) -> str:
 
 
 def demo_of(options: argparse.Namespace) -> Demo | None:
-    """Return the model of --demo, and set its path as that of -m."""
+    """Return the model of --demo, and set its path as that of -m; None without --demo."""
     if options.demo is None:
         return None
     demo = DEMOS[options.demo]
@@ -370,7 +370,7 @@ def demo_of(options: argparse.Namespace) -> Demo | None:
 
 
 def fetch_named(options: argparse.Namespace) -> None:
-    """Fetch the model of -hf, and set its path as that of -m.
+    """Fetch the model of -hf, if that is given, and set its path as that of -m.
 
     Fetching may take long, so all other checks of the options come before. Raises HubError if that
     fails, MissingExtraError without the extra hub, and SettingsError for --hf-file without -hf.

@@ -31,7 +31,7 @@ PLACE = "<__media__>"
 
 def read_prompt(options: argparse.Namespace) -> str:
     """Return the text of -f and -p, which may be empty. With -e, backslash escapes in -p and -sys
-    are replaced, also in `options`.
+    are replaced, also in `options`. Raises ContextError for a file that cannot be read.
     """
     if options.escape:
         for name in ("prompt", "system"):
@@ -76,8 +76,8 @@ def add_image_options(group: argparse._ActionsContainer, what: str) -> None:
 def open_projector(session: Session, options: argparse.Namespace, files: Sequence[bytes]) -> None:
     """Open the projector of --mmproj, and check the images that it will encode first.
 
-    Raises SettingsError for images without a projector, and ImageError for files that are not
-    images.
+    Raises SettingsError for images without a projector, ImageError for files that are not images,
+    and the errors of Projector.
     """
     if options.mmproj is not None:
         images = session.open_projector(options.mmproj, use_gpu=options.n_gpu_layers != 0)

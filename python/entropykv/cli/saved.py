@@ -146,7 +146,8 @@ class PromptCache:
         return cls(path, options.prompt_cache_all, not options.prompt_cache_ro)
 
     def go_on_from(self, session: Session, tokens: list[int]) -> list[int]:
-        """Load the beginning of a prompt from the file; returns the tokens that are left to read.
+        """Load the beginning of a prompt from the file; returns the tokens that are left to read:
+        all if there is no file.
 
         If the file contains more than the beginning of the prompt, the last common token is read
         again, because its logits are needed for the answer.
@@ -188,10 +189,10 @@ def add_document_option(parser: argparse.ArgumentParser, group: argparse._Action
 
 
 def use_document(options: argparse.Namespace) -> None:
-    """Take the document's context, budget, policy, type and store where the user gave none.
+    """Read the headers of the documents into `options`, and take the first one's context, budget,
+    policy, type and store where the user gave none.
 
-    Raises SettingsError for options that cannot go with a document, and SessionFileError for a file
-    that is no document.
+    Raises SettingsError for options that cannot go with a document, and as document_header() does.
     """
     for flag, given in (
         ("--load-session", options.load_session),

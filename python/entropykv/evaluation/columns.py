@@ -26,7 +26,7 @@ def number(value: float | None, style: str = "", scale: float = 1.0) -> str:
 
 
 def share(part: float | None, whole: float | None) -> str:
-    """Return a part of a whole in percent; an empty text if one of them is missing."""
+    """Return a part of a whole in percent; an empty text if one is missing, or the whole is 0."""
     return "" if part is None or not whole else f"{part / whole:.1%}"
 
 

@@ -36,9 +36,7 @@ MOST_TEXT_BYTES = 8 << 20
 """The longest text of a document, in bytes of UTF-8: about two million tokens of English."""
 MOST_NAMES = 256
 _SAVE_SHARE = 20
-"""Progress is saved only after reading has taken at least this many times as long as the
-last save.
-"""
+"""Progress is saved when reading has taken at least this many times as long as the last save."""
 
 
 def read_document(
@@ -60,7 +58,7 @@ def read_document(
 
     Raises ContextError for an empty or too long text, and for a system message if the model has no
     chat template; SessionFileError if the file cannot be written or another process reads a
-    document into it.
+    document into it; and the errors of Session.decode().
     """
     path = Path(path)
     tokens = _document_tokens(session, text, system)

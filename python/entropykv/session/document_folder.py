@@ -73,7 +73,8 @@ class DocumentFolder:
         make_folder(directory)
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names of the files in a folder.
+        """Return the names of the files in a folder; with storage, of the documents there, and of
+        the partial files and texts here.
 
         Raises StorageError if the object storage does not answer; so do the other methods.
         """

@@ -238,7 +238,7 @@ class DraftLengths:
     are not exact.
     """
     _RECOVERY = 0.995
-    """The factor by which counts fade with every token, so that drafts that did not pay are tried
+    """The factor by which counts fade with every step, so that drafts that did not pay are tried
     again after a while.
     """
 
@@ -438,7 +438,7 @@ class Verification:
         self.accepted: list[int] = []
         """The drafts that are right."""
         self.next: int | None = None
-        """The token that was chosen after the accepted drafts."""
+        """The token that was chosen after the accepted drafts; None if none was chosen."""
         self.error: Exception | None = None
         """The error that `choose` raised, if any."""
 

@@ -280,8 +280,8 @@ class StepHooks:
     """Hold functions of a caller that are called before steps and tokens."""
 
     before: Callable[[int], object] = _go_on
-    """A function that is called before every step with the most tokens that the step reads; an
-    error that it raises ends the generation.
+    """A function that is called before every step with the most tokens, besides drafts, that the
+    step reads; an error that it raises ends the generation.
     """
     gives_way: bool = False
     """Whether prompts of other sessions that arrive meanwhile are read between two steps."""
@@ -329,8 +329,8 @@ def generate_tokens(
     With recovery, tokens are read before they are yielded. A consumer that stops early must close()
     the generator before using the session: then the session is as if nothing had been read ahead,
     except that it has no logits, and that entries evicted meanwhile do not return. If a decode
-    fails, the tokens before it are still yielded, and then the error is raised. Raises
-    ContextError for `max_tokens` 0, and the errors of Chooser() and Session.decode().
+    fails, the tokens before it are still yielded, and then the error is raised. Raises ContextError
+    for `max_tokens` 0, SettingsError below -1, and the errors of Chooser() and Session.decode().
     """
     at_least("max_tokens", max_tokens, -1)
     if max_tokens == 0:

@@ -256,8 +256,8 @@ class Images:
         in the text become control tokens. `add_bos`: put a BOS token first if the model wants one.
         An image is encoded once for each `owner`, so that response times do not reveal what another
         user has sent. `poll` is called repeatedly while images are encoded, and may raise an
-        exception to stop that. Raises ImageError for images that cannot be read, and ContextError
-        for more than `most_tokens` tokens.
+        exception to stop that. Raises ImageError for images that cannot be read, ContextError for
+        more than `most_tokens` tokens, and the other errors of Projector.tokenized().
         """
         text = without_names(text)
         if text.count(self.marker) != len(files):

@@ -213,7 +213,8 @@ class KeptTexts:
     The texts of idle sessions would take at most `swap_limit` bytes there, so that each can leave
     the pool at any time. Checkpoints take at most `checkpoint_limit` bytes outside the pool, with
     their tokens and logits; with 0, none is kept. Raises SettingsError for any other place, a
-    directory that cannot be used, and impossible limits. Methods must be called between two steps.
+    directory that cannot be used, and impossible limits. Methods other than make_room() must be
+    called between two steps.
     """
 
     can_be_cut = True
@@ -274,7 +275,8 @@ class KeptTexts:
         """Keep a text, of which `tier` holds what its store had kept. If there is no room for the
         text outside the pool, drops it and raises PoolError.
 
-        A checkpoint replaces the tenant's earlier one of the same text.
+        A checkpoint replaces the tenant's earlier one of the same text, and the least recently used
+        ones are dropped if all together exceed the limit.
         """
         kept.tier = tier
         try:
@@ -347,7 +349,7 @@ class KeptTexts:
         saves; (None, 0) if there is none.
 
         Checkpoints of other tenants are not examined, so that response times do not reveal whether
-        they exist.
+        they exist. Checkpoints whose entries are lost are dropped.
         """
         prompt, lost = array("i", tokens), []
 

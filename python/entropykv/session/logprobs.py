@@ -18,8 +18,8 @@ Row = npt.NDArray[np.float32]
 MOST_LOGIT_BYTES = 32 << 20
 """The most bytes of logits that are held at a time while a prompt is read for log probabilities."""
 MOST_VALUES = 131_072
-"""The most tokens of one text whose log probabilities are held until they are sent, about 250 bytes
-each: the tokens of a whole answer or, in a stream, those of its next piece.
+"""The most log probabilities of one text that are held until they are sent, about 250 bytes each:
+those of a whole answer or, in a stream, of its next piece.
 """
 
 

@@ -167,7 +167,8 @@ def mean_of(budgets: Sequence[Sequence[int]]) -> int:
 
 
 def make_plan(path: str | os.PathLike[str], options: CacheOptions) -> MemoryPlan:
-    """Plan a budget as a session would; only the file's header and what it has learnt are read.
+    """Plan a budget as a session would; only the file's header, its profile and its learnt
+    predictor are read.
 
     If `store` is auto, the plan is for the headwise store; only the model's graph tells whether it
     can serve the model. Raises ModelFileError for a file that cannot be read or a model without

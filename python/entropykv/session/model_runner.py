@@ -184,7 +184,7 @@ class ModelRunner:
             return slot
 
     def let_go(self) -> bool:
-        """Close the least recently used session that was put aside: see SharedPool.let_go()."""
+        """Close a session that was put aside; returns False without one: SharedPool.let_go()."""
         with self.scheduler.between_steps():
             return self.shared.let_go()
 
@@ -310,7 +310,7 @@ class ModelRunner:
     def live_store(self, slot: SequenceSlot) -> Iterator[Store]:
         """Give the `with` block the store of a sequence between two steps, after making the
         sequence live. Waits until other sequences leave room for it; raises PoolError if there can
-        be none.
+        be none, and EntropyKVError as exclusively() does.
         """
         while True:
             with self.exclusively(slot):

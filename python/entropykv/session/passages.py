@@ -81,9 +81,10 @@ class AttentionSince:
         """Return how much importance each of the first `n_tokens` positions has gained since this
         object was made, summed over all KV heads: (n_tokens,).
 
-        Entries that lost importance or were evicted count as 0, and so do attention sinks, which
-        get attention whatever they say. Returns None if the store or the policy does not measure
-        attention, and after close(). Raises PoolError if the pool has no room for the session.
+        Entries that lost importance, were evicted or are new count as 0, and so do attention sinks,
+        which get attention whatever they say. Returns None if the store or the policy does not
+        measure attention, and after close(). Raises PoolError if the pool has no room for the
+        session.
         """
         now = self._session.cache.importance()
         if self._before is None or now is None:

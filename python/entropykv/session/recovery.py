@@ -122,8 +122,8 @@ class Watch:
         self._ladder = Ladder(recovery, n_vocab)
 
     def wants_rewalk(self, logits: npt.NDArray[np.float32], position: int) -> bool:
-        """Examine the logits after `position` tokens, (n_vocab,), and restore entries if they are
-        uncertain; returns whether to rewalk.
+        """Examine the logits after `position` tokens, (n_vocab,), and restore entries if the ladder
+        is climbed; returns whether to rewalk.
         """
         climb = self._ladder.observe(logits, position)
         if climb is None:

@@ -129,8 +129,8 @@ class Scheduler:
             return self._arrivals
 
     def submit(self, owner: Hashable, part: Part, arrival: int) -> None:
-        """Submit a part of a text and wait until it was read; an error of reading it is then in
-        `part.error`.
+        """Submit a part of a text and wait until it was read; an error of reading it, or of
+        cancel(), is then in `part.error`.
 
         Raises EntropyKVError after close(), and in a process that was forked.
         """

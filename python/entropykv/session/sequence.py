@@ -134,7 +134,7 @@ class TokenSequence:
         self.position = len(self.tokens)
         """How many tokens were read."""
         self.logits: Logits | None = None
-        """The logits of the last token, (n_vocab,); None without tokens and after truncate()."""
+        """The logits of the last token, (n_vocab,); None if unknown, as after truncate()."""
         self.echoed = 0
         """For how many of the first tokens echoes have scored the entries: see second_readings."""
         self.is_teacher = False

@@ -248,8 +248,9 @@ class Session:
         ContextError for no tokens, unknown tokens, or more than the context holds, EntropyKVError
         for a session that is closed or whose last decode failed, PoolError if the pool has no room,
         FreezeError if frozen entries cannot be written or read, ImageError for placeholders of an
-        image that is not held, UnsupportedModelError if the graph is not as the store expects, and
-        StepError if a step could not be computed.
+        image that is not held, UnsupportedModelError if the graph is not as the store expects,
+        StepError if a step could not be computed, and SessionFileError if a loaded file was
+        changed.
         """
         start = time.perf_counter()
         parts = [p for p in self.reader.read(tokens, all_logits) if p is not None]
@@ -377,8 +378,9 @@ class Session:
         return self.model.token_bytes(token, special=special)
 
     def question_text(self, text: str, *, chat: bool = True) -> str:
-        """Return what follows a document: the question, the end of the user's turn if it is a
-        chat, and the beginning of the answer. Only tokenize() reads it.
+        """Return what follows a document: the question, the end of the user's turn if it is a chat,
+        and the beginning of the answer. Only tokenize() reads it. Raises as Model.chat_prompt()
+        does.
         """
         prompt = self.model.chat_prompt(QUESTION_MARK) if chat else None
         said: str = self.model.said(text if prompt is None else text.strip())

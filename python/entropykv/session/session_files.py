@@ -304,7 +304,8 @@ class SessionFiles:
         Model file, store, kv_type and policy must be those of the file. If the budget is too small
         for its entries, it evicts. The whole file is read and checked before anything changes.
         Raises SessionFileError for a file that is damaged or does not fit, FreezeError if cold
-        storage has no room, and PoolError if the pool has none, and leaves the session unchanged.
+        storage has no room, and PoolError if the pool has none, and leaves the session unchanged;
+        EntropyKVError if other programs took the memory meanwhile: then call reset().
         """
         with open_session(path) as reader:
             return self._load(reader)

@@ -259,7 +259,7 @@ class EqualPlaces(Shares):
         slots: Sequence[SequenceSlot],
         budget: Budget | None = None,  # noqa: ARG002
     ) -> bool:
-        """Tell whether there is a place for each sequence; the stores check their budgets."""
+        """Tell whether there is a place for each sequence; resize() checks the `budget`."""
         return len(slots) <= self._n_places
 
     def hold_whole(self, slot: SequenceSlot, slots: Sequence[SequenceSlot]) -> bool:  # noqa: ARG002
@@ -483,7 +483,7 @@ class SharedPool:
         return [slot for slot in self._slots if slot.live]
 
     def forget(self, slot: SequenceSlot) -> None:
-        """Drop what a sequence has read, and free its place for others."""
+        """Drop what a sequence has read, and free its place if others can take it."""
         if slot.swapped is not None:
             self.kept_texts.drop(slot.swapped)
             slot.swapped = None
@@ -647,7 +647,7 @@ class SharedPool:
         store, tier = slot.pooled, swapped.tier
         with self.kept_texts.staying(swapped):
             done = isinstance(tier, InPool) and store.go_on_from(tier.pages, ends=True)
-        if not done:  # Shrinking the text to the share would need more pages than are free.
+        if not done:  # The text is outside the pool, or too few pages are free to shrink it.
             slot.store.load_state(self.kept_texts.leave_pool(swapped).saved())
         if swapped.awaits_prediction and slot.store.learning is not None:
             slot.store.learning.predict_held(swapped.position, slot.store.shift)

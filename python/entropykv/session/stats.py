@@ -77,7 +77,9 @@ class Trajectory:
         self._n_seen = 0
 
     def record(self, position: int, hot: int, frozen: int) -> None:
-        """Add a point after a micro-batch."""
+        """Record a micro-batch that ended at `position`, with the active (`hot`) and frozen entries
+        of all KV heads; only every n-th becomes a point: see the class.
+        """
         self._n_seen += 1
         if self._n_seen % self._stride != 0:
             return
@@ -93,7 +95,7 @@ class Trajectory:
         self.climbs.append((position, rung))
 
     def truncate(self, position: int) -> None:
-        """Remove points after a position; climbs that led to the rollback are kept."""
+        """Remove points after a position; climbs after it are moved to it."""
         keep = len(self.positions)
         while keep and self.positions[keep - 1] > position:
             keep -= 1
