@@ -103,7 +103,7 @@ class Fuzzer:
         self.n_runs = 0
 
     def _next(self) -> str | None:
-        """Return the next run; None when the time is over, which ends only new seeds."""
+        """Return the next run; None if there is none, or when the time is over, for a new seed."""
         with self._lock:
             name = next(self._names, None)
             if name is None or (_is_new(name) and self.n_runs and time.monotonic() > self._ends):

@@ -100,7 +100,7 @@ class _File:
 
 
 def _field(chance: random.Random, file: _File) -> str:
-    """Change, remove or add a field of the header; sections stay."""
+    """Change, remove or add a field of the header, or replace more of it; sections stay."""
     part = chance.choice(("settings", "contents", "contents"))
     fields = file.header.get(part)
     if not isinstance(fields, dict) or not fields:
@@ -145,7 +145,7 @@ def _number(chance: random.Random, file: _File) -> str:
 
 
 def _section(chance: random.Random, file: _File) -> str:
-    """Lengthen, shorten, swap, add or drop a section; the header has its size."""
+    """Lengthen, shorten, swap, add or drop a section; the header states the sizes after that."""
     contents = file.header["contents"]
     own, kind = file.sections, chance.choice(("longer", "shorter", "swapped", "added", "dropped"))
     place = chance.randrange(2, len(own)) if len(own) > 2 else 0
@@ -187,7 +187,7 @@ def _bytes(chance: random.Random, file: _File) -> str:
 
 
 def _raw(chance: random.Random, file: _File) -> str:
-    """Change the file as a whole: cut it, lengthen it, or change magic, version or header size."""
+    """Cut, lengthen or empty the file, flip a bit, or change magic, version or header size."""
     data = bytearray(file.put_together())
     kind = chance.choice(("cut", "longer", "flipped", "magic", "version", "header size", "empty"))
     if kind == "cut":

@@ -108,7 +108,7 @@ def _send(client: socket.socket, data: bytes) -> None:
 
 
 def _status(client: socket.socket) -> Outcome:
-    """Read a whole answer; returns its status code, or `closed` if there is none."""
+    """Read a whole answer; returns its status or `closed`, or raises Unanswered or Refused."""
     start, ends = b"", time.monotonic() + SECONDS
     try:
         while time.monotonic() < ends:

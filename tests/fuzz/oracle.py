@@ -30,7 +30,7 @@ class Oracle(ModelReference):
 
     @staticmethod
     def of(model: FuzzModel, session: Session) -> Oracle | None:
-        """Return an oracle; None for another model, or if entries change before they are read."""
+        """Return an oracle; None for another kind of model, the flat store and freezing."""
         if not model.in_oracle or session.cache.store == "flat" or session.config.freezing:
             return None
         return Oracle(model, session)

@@ -110,7 +110,7 @@ class _Run:
         """True once keys of a session were moved to other positions."""
 
     def step(self) -> None:
-        """Run a random operation on a session; a refused one must change nothing."""
+        """Run a random operation and check all sessions; one that is left half-way is reset."""
         if not self._sessions:
             self._add(self._pool.session(), [])
         session = self._chance.choice(self._sessions)

@@ -256,7 +256,7 @@ def _figures(server: Server) -> Any:
 def _footprint(server: Server, port: int, most_threads: int = 0, most_files: int = 0) -> _Footprint:
     """Return what the server uses once everything has ended, and it keeps only short conversations.
 
-    Waits for threads and files beyond the given numbers to go.
+    Waits up to SPARE_SECONDS for threads and files beyond the given numbers to go.
     """
     ends = time.monotonic() + IDLE_SECONDS
     while (waiting := _figures(server)["requests"]["waiting"]) > 0:

@@ -109,7 +109,7 @@ class Run:
         return len(self.done)
 
     def operations(self, n: int) -> None:
-        """Execute random operations and comparisons."""
+        """Execute random operations, about half of them followed by a comparison or bad input."""
         for _ in range(n):
             self.do(random_operation(self.chance, self.model, self.session))
             kind = self.chance.random()
@@ -222,7 +222,7 @@ class Run:
         return self.n_refused == n_refused
 
     def _take_nonsense(self) -> None:
-        """Check that impossible arguments are refused in a sentence, and change nothing."""
+        """Check that impossible arguments are refused; budgets of 1 and 1e300 may be possible."""
         session, chance = self.session, self.chance
         beyond = session.config.n_ctx - session.position + 1
         nonsense = chance.choice(
@@ -242,7 +242,7 @@ class Run:
         require(self.n_done == n_done or budget_that_fits, f"{nonsense} is refused")
 
     def _take_forgery(self) -> None:
-        """Check that a changed file is refused, or gives a session that decodes."""
+        """Check that a changed file is refused, or gives a session that reads or refuses tokens."""
         session = self.session
         if session.cache.store == "flat" or session._slot.store._recurrent:  # type: ignore[attr-defined]
             return  # llama.cpp itself reads parts of the file.
@@ -285,7 +285,7 @@ class Run:
         require(error < oracle.rounding, f"the logits are {error:.3g} from those of the oracle")
 
     def _compare_with_stock(self) -> None:
-        """Compare with the logits of stock llama.cpp, if nothing was evicted."""
+        """Compare with the logits of stock llama.cpp, if all of a short text is kept in f16."""
         session, stats = self.session, self.session.stats()
         whole = stats.entries_kept == stats.entries_full and stats.rebases == 0
         ends = min(self.model.n_ctx_train, _MOST_STOCK_TOKENS)

@@ -124,7 +124,7 @@ def on_cpu(path: Path, **options: Any) -> Session:
 
 
 def read(session: Session, n_prompt: int = 300, n_single: int = 40) -> npt.NDArray[np.float32]:
-    """Read a prompt in chunks, then single tokens; returns the logits of all of them."""
+    """Read a prompt in one call, then single tokens; returns the logits of all of them."""
     tokens = tokens_for(n_prompt + n_single)
     rows = [session.decode(tokens[:n_prompt], all_logits=True)]
     rows += [np.atleast_2d(session.decode([token])) for token in tokens[n_prompt:]]

@@ -232,7 +232,7 @@ def test_chats_in_json_are_complete(smol_pair: tuple[EntropyLlama, Llama], call:
 
 
 def test_a_chat_of_the_headwise_store_is_stocks_up_to_rounding(smollm2: Path) -> None:
-    """Every greedily chosen token is one that stock ranks first, or equal up to rounding."""
+    """Every token that is chosen greedily is stock's choice, or equal to it up to rounding."""
     rounding = 0.5
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     ours = EntropyLlama(str(smollm2), n_ctx=256, kv_type="f16", **QUIET)

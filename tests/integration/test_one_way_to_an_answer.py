@@ -64,8 +64,8 @@ def of_command_line(folder: Path, template: str | None, sampling: dict[str, Any]
 
 
 def of_server(template: str | None, sampling: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the tokens of the prompt and the answer for every API of the server, without the last
-    token.
+    """Return the tokens of the prompt and the answer, perhaps without its last one, for three chat
+    APIs of the server.
     """
     others = {name: value for name, value in sampling.items() if name != "max_tokens"}
     of_openai = {name: value for name, value in sampling.items() if name != "repeat_penalty"}

@@ -128,7 +128,7 @@ def test_written_text_teaches_too(tiny_llama: Path) -> None:
 
 
 def test_it_is_the_predictor_that_calibration_would_fit(smollm2: Path, prose: str) -> None:
-    """The fitted predictor of SmolLM2, without its profile, correlates with that of the profile."""
+    """Without its profile, SmolLM2 fits a predictor whose shares correlate with the profile's."""
     with Session(smollm2, n_ctx=2048, kv_budget=0.3, n_threads=2) as known:
         tokens = known.tokenize(prose)[:1400]
         assert known.cache.predictor_fit is None

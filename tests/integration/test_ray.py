@@ -49,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Replicas:
-    """Hold the server's process, and its address."""
+    """Hold the server's process, address and log."""
 
     process: subprocess.Popen[bytes]
     url: str

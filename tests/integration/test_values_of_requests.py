@@ -248,8 +248,8 @@ def test_entropy_llama_draws_a_seed_where_it_gets_minus_one(tiny_llama: Path) ->
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_max_tokens_of_zero_and_below(tiny_llama: Path, parallel: int, stream: bool) -> None:
-    """max_tokens of 0 only reads the prompt; -1 and -2 write until the model or the context
-    ends.
+    """max_tokens of 0 only reads the prompt; -1 and -2 write until the model stops or the context
+    is full.
     """
     common: dict[str, Any] = {
         "temperature": 0.0,

@@ -248,8 +248,8 @@ def converted_or_refused(source: Path, target: Path) -> bool:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_random_damage(tmp_path: Path, data: st.DataObject) -> None:
-    """A directory with truncated files or changed bytes in its JSON and headers is converted or
-    refused.
+    """A directory with one file that is truncated, or has changed bytes in its JSON or header, is
+    converted or refused.
     """
     source, target = tmp_path / "hf", tmp_path / "out.gguf"
     write_hf(source, hf_config(TINY), hf_tensors(TINY))

@@ -56,7 +56,9 @@ class Text:
         self.position = 0
 
     def read(self, n: int, n_wrong: int = 0, *, drafts: bool = False) -> Any:
-        """Read n tokens and then n_wrong others; with `drafts`, all but the first are drafts."""
+        """Read n tokens, whose outputs are returned, and n_wrong others; with `drafts`, all but the
+        first are drafts, and the wrong ones are undone.
+        """
         rows = slice(self.position, self.position + n)
         k, v, q = self.k[rows], self.v[rows], self.q[rows]
         if n_wrong:
@@ -89,9 +91,7 @@ class Text:
 def test_right_drafts_are_as_tokens_that_were_read_alone(
     kernel: str, kv_type: str, measure: str
 ) -> None:
-    """Right drafts give outputs, entries, importance, losses and counters of single tokens, to the
-    bit.
-    """
+    """Right drafts give outputs, entries, importance and counters of single tokens, to the bit."""
     chance = np.random.default_rng([KERNELS.index(kernel), MEASURES.index(measure)])
     for seed in range(3):
         budgets = [int(n) for n in chance.integers(6, 90, N_HEAD_KV)]

@@ -227,7 +227,9 @@ def test_no_more_models_start_than_may_be_loaded(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, because importing the server takes longer than refusing what it is given."""
+    """Settings that cannot be are refused before a model is loaded; in this process, because
+    importing the server takes longer than that.
+    """
 
     def make(model: ModelOptions | ModelCatalog, server: ServerOptions) -> None:
         create_app(model, server)

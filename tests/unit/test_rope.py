@@ -40,7 +40,7 @@ def core_rope(rope: reference.Rope) -> _core.RopeParams:
 
 
 class Filled:
-    """Hold a store of one layer with two KV heads, filled with random entries."""
+    """Hold a store of one layer with two KV heads, which fill() fills with random entries."""
 
     def __init__(self, kv_type: str, k_dim: int, n: int, kernels: str | None = None) -> None:
         self.kv_type = kv_type
