@@ -39,12 +39,12 @@ public:
     // Must be called before every llama_decode. Reserves pages and scratch for n_text tokens at a
     // position, which RoPE sees at rope_position, and for n_echo tokens behind them: an echo asks
     // the model to repeat the text and then repeats it. Its tokens attend to the text and to each
-    // other like any others, and their queries count towards importance (measure reconstruct counts
-    // no others), but their K and V are not kept. An echo may come alone, for a text that was read
-    // before. With see_all, every token attends to all tokens of the micro-batch, also to later
-    // ones, as those of some images do; there is no echo then. No later call allocates memory.
-    // Throws std::invalid_argument for numbers that contradict this, and what HeadStore::reserve()
-    // throws.
+    // other like any others, but their K and V are not kept. Their queries count towards importance
+    // (measure reconstruct counts no others); where scores are predicted, they only raise these. An
+    // echo may come alone, for a text that was read before. With see_all, every token attends to
+    // all tokens of the micro-batch, also to later ones, as those of some images do; there is no
+    // echo then. No later call allocates memory. Throws std::invalid_argument for numbers that
+    // contradict this, and what HeadStore::reserve() throws.
     //
     // The last n_drafts of the text's tokens are drafts, which may turn out to be wrong. Such a run
     // has one token before them and no echo; each of its tokens attends to what is left after the

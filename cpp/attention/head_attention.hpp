@@ -274,13 +274,13 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
         const int bands = step.observed_bands(split);
         return observations.row(layer, (shape().n_head_kv + head) * bands + band);
     }
-    // Returns what the whole observation window gave to every entry of a head, or null.
+    // Returns what the whole observation window gave to every entry of a head; null: nothing.
     float* sum_observed(int head) const {
         if (!step.observing) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.sum(layer, head * bands, bands, total(head));
     }
-    // Returns the largest share that a query of the echo gave to every entry of a head, or null.
+    // Returns the largest share that the echo's queries gave to every entry of a head; null: none.
     float* max_echo_shares(int head) const {
         if (!step.observing_echo) return nullptr;
         const int bands = step.observed_bands(split);

@@ -15,7 +15,7 @@ namespace entropykv {
 // Throws std::invalid_argument for an unknown name.
 const KernelTable& kernels_named(const std::optional<std::string>& name);
 
-// Holds what the sequences of one model share.
+// Holds the pages and the scratch that the sequences of one model share.
 struct SequencePool {
     SequencePool(const std::vector<LayerShape>& layers, KvType type, int max_tokens,
                  int n_sequences, int n_drafts = 0);

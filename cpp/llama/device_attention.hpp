@@ -177,7 +177,7 @@ public:
         bool observed;
         bool reads_sums;
     };
-    // Begins all parts of several sequences at once; the results are complete after Device::wait().
+    // Begins all look-ups at once; the results are complete after Device::wait().
     static void look_up_all(const std::vector<LookUp>& all);
     // Adds to a graph the attention of one reader of a layer; the first reader also writes K and V.
     // Throws std::runtime_error if the device fails, std::bad_alloc if it has no memory.

@@ -61,7 +61,8 @@ public:
     ggml_tensor* copy_of_queries();
 
     // Adds operations that add up what the kept queries gave to every row: those of several tokens,
-    // or that of a single one in this layer and the next ones, n in all, which lie evenly apart.
+    // or that of a single one in n_layers layers, this one and the next ones, which lie evenly
+    // apart.
     void add_observation();
     void add_observation_of_single(int n_layers);
 

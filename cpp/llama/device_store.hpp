@@ -276,9 +276,9 @@ private:
     UnknownTokens unknown_;                 // what is unknown of the ledger's newest entries
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
-        UnknownTokens unknown;   // whether `unknown` must be looked up before the step is committed
-        bool due = false;        // whether they must be looked up before the step is committed
-        bool evicting = false;   // whether the budgets hold less, so that entries are evicted
+        UnknownTokens unknown;   // what is unknown once the step has been read
+        bool due = false;        // whether this must be looked up before the step is committed
+        bool evicting = false;   // whether the step exceeds the budget of any KV head
         bool meanwhile = false;  // whether nothing that the device finds out is needed
     };
     CommitPlan plan_;

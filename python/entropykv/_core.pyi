@@ -697,11 +697,11 @@ class HeadwiseStore:
         """Reserve all memory that a micro-batch of `n_tokens` tokens needs, the first of which is
         at `position` of the text, where RoPE sees it at `rope_position`.
 
-        `n_echo` tokens of an echo follow. Their queries count towards the importance of entries
-        (with the measure `reconstruct`, no other queries do), and none of their own entries are
-        kept. Raises ValueError for no tokens, for more than `max_tokens` in all, and for a position
-        outside of 0 to 2^30; RuntimeError if the pool has no pages left; ColdStorageError if cold
-        storage is full.
+        `n_echo` tokens of an echo follow. None of their own entries are kept. Their queries count
+        towards the importance of entries (with the measure `reconstruct`, no other queries do);
+        where scores are predicted, they only raise these. Raises ValueError for no tokens, for more
+        than `max_tokens` in all, and for a position outside of 0 to 2^30; RuntimeError if the pool
+        has no pages left; ColdStorageError if cold storage is full.
         """
 
     def attend_alone(
