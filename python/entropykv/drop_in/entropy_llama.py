@@ -806,7 +806,7 @@ class EntropyLlama(llama_cpp.Llama):
         self.set_seed(seed)
 
     def _load_cached(self, tokens: list[int]) -> None:
-        """Load the state in the cache that has more of a prompt than the text that was read."""
+        """Load the state in the cache if it has more of a prompt than the text that was read."""
         if self.cache is None:
             return
         with contextlib.suppress(KeyError):

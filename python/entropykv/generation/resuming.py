@@ -73,8 +73,8 @@ def as_held(session: Session, prompt: Prompt) -> list[int]:
     """Return the tokens of a prompt as those that a session has read, if both are the same text.
 
     What a model has written may be tokenised otherwise than the same text in a later prompt. Then
-    usage and limits refer to the tokens that were read. Without any difference, or where the text
-    is another one, it returns the prompt's own tokens.
+    usage and limits refer to the tokens that were read. Without any difference, where the text is
+    another one, or if it would fill the context, it returns the prompt's own tokens.
     """
     held, tokens = session.tokens, prompt.tokens
     if not held or common_prefix(held, tokens) == len(held):

@@ -385,8 +385,8 @@ def question_prompt(job: Answering, parts: ChatParts) -> Prompt:
 
     The template shows a mark where the document stands, and only the text behind the mark is
     tokenised: a question goes on in the user's turn that the document began. Raises RequestError
-    for a document that cannot be loaded and a chat that does not begin with the user, and the
-    errors of ChatParts.text().
+    for a document that cannot be loaded, a chat that does not begin with the user and a text that
+    takes too long to tokenise, and the errors of ChatParts.text().
     """
     model, document = job.model, job.document_tokens()
     mark = f"[document {secrets.token_hex(16)}]"

@@ -319,7 +319,9 @@ class LlamaServerRequest(GeneratingRequest):
 
     @abstractmethod
     def own_prompt(self, job: Answering) -> Prompt:
-        """Return the prompt of one choice; raises RequestError if it cannot be read."""
+        """Return the prompt of one choice; raises RequestError if it cannot be read, and
+        ContextError for images of too many tokens.
+        """
 
     def call(self, job: Answering) -> Any:
         """Generate one choice of one prompt; returns a response, or with `stream` an iterator of
@@ -389,7 +391,8 @@ class LlamaServerCompletion(LlamaServerRequest):
 
     def own_prompt(self, job: Answering) -> Prompt:
         """Return the prompt, behind the document if the request names one; raises RequestError for
-        images with a document, and for images, tokens and documents that cannot be read.
+        images with a document, and the errors of TextWithImages.prompt(), mixed_tokens() and
+        Answering.document_tokens().
         """
         prompt: Any = self.prompt
         if isinstance(prompt, TextWithImages):

@@ -387,7 +387,7 @@ def sampling_of(
     request: GeneratingRequest, model: LoadedModel, constraint: Constraint | None
 ) -> Sampling:
     """Return how the tokens of an answer are chosen; raises RequestError for values that cannot be
-    combined, and the errors of biases_of().
+    used, alone or together, and the errors of biases_of().
     """
     names = _SAMPLING & (type(request).model_fields.keys() | model.request_defaults.keys())
     values = {

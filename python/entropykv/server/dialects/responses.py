@@ -384,7 +384,9 @@ def _tool(tool: dict[str, Any], index: int) -> Tool:
 
 
 def _messages(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the input's items as messages of a chat; calls of one turn are one message."""
+    """Return the input's items as messages of a chat; calls of one turn are one message. Raises
+    RequestError for an item of another type.
+    """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []

@@ -101,8 +101,8 @@ async def _asked_document(
     names none.
 
     The request waits while the document is being read, as long as its client is connected. Raises
-    RequestError for a document that this model does not have or could not read, and for a request
-    that waits too long.
+    RequestError for a document that this model does not have or could not read, without documents
+    on this server, for a request that waits too long, and where too many wait.
     """
     if name is None:
         return None

@@ -148,7 +148,7 @@ class OriginCheck(_Check):
         self._pattern = None if pattern is None else re.compile(pattern)
 
     def check(self, scope: Scope) -> None:
-        """Raise RequestError (403) for a page that may not change anything."""
+        """Raise RequestError (403) if a page asks for a change that it may not make."""
         if scope["method"] in _SAFE:
             return
         headers = dict(scope["headers"])

@@ -343,7 +343,9 @@ class _Server(uvicorn.Server):
 
 
 def _listening_socket(server: ServerOptions) -> socket.socket:
-    """Bind a socket before the model is loaded, so that an address in use is reported at once."""
+    """Return a bound socket: the server makes it before it loads the model, so that an address in
+    use is reported at once. Raises SettingsError for an address that cannot be used.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
