@@ -322,7 +322,8 @@ class PrefixCache:
             self._add(taken)
 
     def _document(self, path: Path, caller: Caller) -> _Conversation | None:
-        """Take the document of a file that is kept for the caller's tenant; `_lock` is held.
+        """Take the document of a file if it is kept for the caller's tenant, or return None; the
+        caller holds `_lock`.
 
         If the file was replaced by another version since it was loaded, the document does not count
         as kept.

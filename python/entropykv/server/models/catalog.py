@@ -138,7 +138,9 @@ def models_in(directory: str) -> dict[str, Path]:
 
 
 def _models_of(entries: Sequence[Path]) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of the models among the entries of a directory, and in their folders."""
+    """Yield name and path of the models among the entries of a directory, and of those in folders
+    among the entries.
+    """
     yield from _files_of(entries)
     for folder in entries:
         if not folder.is_dir():

@@ -374,7 +374,7 @@ class _Viewers:
 async def _events(
     request: Request, engine: Engine, model: dict[str, Any], view: CacheView, seconds: float
 ) -> AsyncIterator[str]:
-    """Yield events until `seconds` have passed, the viewer disconnects, or the server stops."""
+    """Yield events until `seconds` have passed, the viewer disconnects, or the model is freed."""
     try:
         told = time.monotonic()
         end = told + seconds
