@@ -77,7 +77,7 @@ class Client:
     """Hold the conversations of one client, one after the other."""
 
     def __init__(self, url: str, seed: int, options: argparse.Namespace, tally: Tally) -> None:
-        """Use `seed` for lengths, texts, and the choice of streams to abort."""
+        """Use `seed` for all that is random."""
         self._http = httpx.Client(base_url=url, timeout=SECONDS)
         self._chance = random.Random(seed)  # noqa: S311
         self._attacks = random.Random(f"hostile {seed}")  # noqa: S311

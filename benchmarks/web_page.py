@@ -211,7 +211,7 @@ async def stream(request: Request) -> StreamingResponse:
 
 
 async def answer(request: Request) -> Response:
-    """Serve the page, and the files that it requests."""
+    """Serve the page and its files, and answer its other requests with made-up contents."""
     path = request.url.path
     if path in page_files():
         return page_file(path, None)

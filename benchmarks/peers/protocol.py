@@ -81,7 +81,7 @@ class Result:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Result:
-        """Read an object of as_json(); raises KeyError or TypeError for any other object."""
+        """Read an object of as_json(); raises KeyError or TypeError if its fields are others."""
         rest = dict(fields)
         text, protocol, figures = (rest.pop(name) for name in ("text", "protocol", "figures"))
         return cls(Method(**rest), text, protocol, figures)

@@ -120,7 +120,7 @@ def _scalar(kind: GGUFValueType, chance: random.Random) -> bytes:
 
 
 def blown_up(raw: bytes, name: str, chance: random.Random) -> bytes:
-    """Return a value of the key's own type; an array gets another length, too."""
+    """Return a value of the key's own type; an array may get another length, too."""
     at = 8 + len(name.encode())
     kind = GGUFValueType(struct.unpack_from("<I", raw, at)[0])
     if kind != GGUFValueType.ARRAY:

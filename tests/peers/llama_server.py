@@ -22,7 +22,7 @@ _DROPPED_WITH_VALUE = ("--spec-draft-n-min",)
 
 
 def translated(given: list[str], models: dict[str, str]) -> list[str]:
-    """Return arguments of `entropykv serve` for those of llama-server; exits without a model."""
+    """Return arguments of `entropykv serve` for those of llama-server; exits without the model."""
     words = list(given)
     found: dict[str, str] = {}
     rest: list[str] = []

@@ -49,7 +49,7 @@ CALM, SPIKE = peaked(0), peaked(0, 0.01)
 
 
 def climbs(ladder: Ladder, spikes: set[int], end: int, calm: Any = CALM) -> dict[int, Rung]:
-    """Return the rung that was climbed at each position from 1 to `end`; uncertainty is high at
+    """Return the rungs that were climbed up to position `end`, by position; uncertainty is high at
     those in `spikes`.
     """
     seen = {}

@@ -230,7 +230,7 @@ def test_differences_compares_all_numbers_of_ggml_that_are_used() -> None:
 
 
 def classes() -> Iterator[str]:
-    """Yield the classes of all files, except nested ones and those that are private to a file."""
+    """Yield the C++ classes that are neither nested, private to a file, nor by instruction set."""
     for file in CPP_FILES:
         if file.parent.name not in BY_INSTRUCTION_SET:
             text = file.read_text(encoding="utf-8")

@@ -247,7 +247,7 @@ def test_chance_seldom_chooses_and_gains_are_seen(
 
 
 def test_repetitions_count_as_far_as_the_model_repeats() -> None:
-    """Repetitions count as far as the model repeats, and only if it knows too few facts.
+    """Repetitions count as far as the model repeats, and only if it knows too few facts to compare.
 
     A model that answers word for word needs other entries than one that continues a text.
     """

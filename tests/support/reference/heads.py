@@ -47,7 +47,7 @@ class Rules:
     """Hold the settings that all KV heads of a store have in common."""
 
     score: str
-    """The policy streaming or recency, or a measure: see given()."""
+    """The policy streaming or recency, `predicted`, or a measure of given()."""
     kv_type: str = "f16"
     n_sinks: int = 4
     recent_window: int = 8
@@ -64,7 +64,7 @@ class Rules:
     """The weight of predictions relative to what queries gave; 0: nothing is predicted."""
     schedule: Schedule | None = None
     """The freeze schedule; with one, the queries of every step give importance to all entries, also
-    to their neighbours. None: nothing is frozen.
+    to their neighbours. None: there is none.
     """
 
     @property
