@@ -194,7 +194,7 @@ def _observed(
     long_texts: Sequence[tuple[int, ...]],
     on_progress: Progress,
 ) -> tuple[Measured, LossCurves | None]:
-    """Measure the entropies of the excerpts, and the loss curves and damage of the long texts."""
+    """Measure the entropies of the excerpts, and the loss curves of the long texts, if any."""
     n_damaged = texts_of_damage(long_texts)
     work = [TextWork(_ENTROPIES, (excerpt.tokens,)) for excerpt in excerpts]
     for number, text in enumerate(long_texts):

@@ -63,7 +63,7 @@ def read_results(path: str | os.PathLike[str]) -> EntropyProfile:
 
 
 def _cells(table: object, where: str) -> dict[tuple[int, int], float]:
-    """Return the entropy in bits of every query head, by (layer, head)."""
+    """Return the entropy in bits of each query head by (layer, head), or raise CalibrationError."""
     cells: dict[tuple[int, int], float] = {}
     if isinstance(table, dict):
         for key, value in table.items():

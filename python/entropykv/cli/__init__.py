@@ -1,6 +1,4 @@
-"""Implement the command line; each command has a module in this folder, which is loaded only for
-that command.
-"""
+"""Implement the command line; each command has a module here, which is loaded when it is used."""
 
 from __future__ import annotations
 

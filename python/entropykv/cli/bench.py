@@ -158,7 +158,7 @@ _DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepte
 
 
 def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
-    """Print what drafts are worth, the only thing that is measured with --spec; returns the exit
+    """Print what drafts are worth, and write it to the file of --json, if given; returns the exit
     code.
     """
     cache = CacheOptions(

@@ -93,9 +93,7 @@ class TurnInput:
         readline.parse_and_bind("tab: complete")
 
     def _complete(self, text: str, number: int) -> str | None:
-        """Return the command that completes a text, as readline asks for it: number 0, 1 and so
-        on.
-        """
+        """Return the first (number 0), second ... command that completes a text; None: no more."""
         found = [name for name in self._commands if text.startswith("/") and name.startswith(text)]
         return f"{found[number]} " if number < len(found) else None
 
@@ -153,7 +151,7 @@ class TurnInput:
         return input()
 
     def agrees(self, question: str) -> bool:
-        """Ask the user a yes-or-no question; if turns are piped in, the next line is the answer."""
+        """Ask a question, and return whether the next line that is typed or piped in says yes."""
         try:
             return self._line(question).strip().lower() in ("y", "yes")
         except EOFError:

@@ -1,4 +1,4 @@
-"""Hold a conversation in one session; every turn reads only new tokens."""
+"""Hold a conversation in one session, where a new turn does not read former ones again."""
 
 from __future__ import annotations
 

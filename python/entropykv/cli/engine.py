@@ -223,7 +223,7 @@ def _scaled(words: list[str]) -> list[tuple[str, float]]:
 
 
 def _rope_of(options: argparse.Namespace) -> dict[str, float]:
-    """Return the given fields of llama_context_params."""
+    """Return the given fields of llama_context_params; raises SettingsError for two scales."""
     given = {field: getattr(options, field) for field, _ in _ROPE.values()}
     if options.rope_scale is not None:
         if given["rope_freq_scale"] is not None or options.rope_scale <= 0.0:

@@ -458,7 +458,7 @@ def _print_rows(
     evaluation: Evaluation, table: EvalTable, head: str, tick: Tick, bar: ProgressBar
 ) -> bool:
     """Measure and print row by row, `head` before the first one; after an interrupt, print what was
-    measured of the last row.
+    measured of the last row, and return False.
     """
     n_done = 0
 

@@ -123,8 +123,8 @@ def flags_of(tools: str) -> list[LlamaFlag]:
 
 
 def count_uses(tools: str, command: str) -> dict[Use, int]:
-    """Return how many flags of llama.cpp's tools a command takes, takes with a note, and refuses;
-    `tools`: letters as in LlamaFlag.tools.
+    """Return how many flags of llama.cpp's tools a command treats in each way; `tools`: letters as
+    in LlamaFlag.tools.
     """
     uses = [flag.at(command).use for flag in flags_of(tools)]
     return {use: uses.count(use) for use in Use}

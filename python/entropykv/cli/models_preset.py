@@ -73,8 +73,8 @@ def read_presets(path: str, parser: CommandParser) -> Presets:
 
 
 def _sections_of(path: str, text: str) -> dict[str, dict[str, str]]:
-    """Return keys and values of every section; those before the first section belong to no
-    model.
+    """Return keys and values of every section, without those before the first; raises SettingsError
+    for an invalid line.
     """
     sections: dict[str, dict[str, str]] = {}
     keys: dict[str, str] = {}

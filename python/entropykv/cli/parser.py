@@ -168,7 +168,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def _foreign(self, name: str) -> LlamaFlag | None:
         """Return the flag of llama.cpp with this name, if this command runs a model and lacks the
-        option.
+        option, else None.
         """
         if name in self._option_string_actions or "-m" not in self._option_string_actions:
             return None

@@ -193,7 +193,7 @@ def _report(session: Session, options: argparse.Namespace) -> None:
 
 def _use_demo(options: argparse.Namespace) -> str | None:
     """Use the demo's document as -f, and its question as -p without one; returns the question if it
-    is used.
+    is used, else None.
 
     Neither is used with -f, whose file is the prompt, or with a loaded session, which has already
     read a document.

@@ -184,7 +184,8 @@ def make_cases(
     facts_per_text: int,
     seed: int,
 ) -> list[Case]:
-    """Plant facts into passages of the texts; a passage has about `n_tokens` tokens and never more.
+    """Plant facts into passages, of which sentences and facts have at most `n_tokens` tokens
+    together.
 
     A passage begins at any sentence of the texts, and continues with the next text at the end of
     one. `count_tokens` returns the number of tokens of a sentence. Raises SettingsError for more
@@ -232,8 +233,8 @@ def plant(
 ) -> tuple[Case, str]:
     """Plant facts into the beginning of a text; returns the passage, and how the text continues.
 
-    The passage has at most `n_tokens` tokens, and `n_facts` facts, or fewer if it has fewer
-    sentences or WORDINGS are fewer; the passage is empty if no sentence fits.
+    Its sentences and facts have at most `n_tokens` tokens together. It has `n_facts` facts, or
+    fewer if sentences or WORDINGS are fewer, and is empty if no sentence fits.
     """
     rng = random.Random(seed)  # noqa: S311
     sentences = [_Sentence(part, count_tokens(part)) for part in split_sentences(text)]

@@ -365,7 +365,7 @@ class Model:
     def chat_prompt(self, text: str, system: str | None = None) -> str | None:
         """Return the prompt of one user turn by the model's chat template; None without a template.
 
-        Control tokens are those of the template: see said(). Only tokenize() reads the result.
+        Control tokens are those of the template: see said(). The result is for tokenize().
         `system`: the system message; None: the template's own default, if it has one. Raises
         SettingsError or ModelFileError for a template that cannot be used.
         """
@@ -459,7 +459,7 @@ class Model:
 
     @functools.cached_property
     def tag_tokens(self) -> dict[int, bytes]:
-        """Return the control tokens that are tags of thoughts, with their texts."""
+        """Return the texts of the control tokens that are tags of thoughts, by their tokens."""
         tags = () if self.thought_tags is None else self.thought_tags.control
         found = ((self.tokenize(text, add_bos=False, special=True), text) for text in tags)
         return {tokens[0]: text.encode() for tokens, text in found if len(tokens) == 1}
@@ -520,8 +520,7 @@ class Model:
         arguments: Mapping[str, Any] | None = None,
         opens_answer: bool = True,
     ) -> str:
-        """Return the prompt of a chat by the template, or line by line without one; only tokenize()
-        reads it.
+        """Return the prompt of a chat by the template, or line by line without one, for tokenize().
 
         Control tokens are those of the template: see said(). `tools` and `arguments`: what the
         template gets besides messages. `opens_answer`: the prompt ends with the beginning of an

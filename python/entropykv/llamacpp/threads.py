@@ -82,8 +82,8 @@ class ThreadChoice:
     ways to divide the threads are tried, and one is kept only if it makes steps faster.
 
     A step cannot be left in the middle: with one thread too many, a single token of a model of 1.5B
-    can take 2 s instead of 0.1. Therefore more threads are tried only if cores for them were found
-    free.
+    can take 2 s instead of 0.1. Therefore, without helpers, more threads are tried only if cores
+    for them were found free.
 
     The class is told what steps cost, and how many cores other processes want, and knows no clock:
     the same calls make the same choices.

@@ -53,9 +53,9 @@ def is_observed(n_tokens: int, n_ubatch: int) -> bool:
 def changes_budgets(n_tokens: int, position: int, n_ubatch: int) -> bool:
     """Tell whether what a micro-batch at `position` shows changes budgets.
 
-    One of LEAST_TOKENS tokens or more always does; if all micro-batches are smaller, one that
-    crosses a multiple of LEAST_TOKENS does. The result depends only on positions in the text, so
-    that a loaded session behaves equally.
+    One of LEAST_TOKENS tokens or more always does; if all micro-batches are smaller, one of the
+    largest size that crosses a multiple of LEAST_TOKENS does. The result depends only on positions
+    in the text, so that a loaded session behaves equally.
     """
     crosses = position // LEAST_TOKENS < (position + n_tokens) // LEAST_TOKENS
     return crosses and is_observed(n_tokens, n_ubatch)

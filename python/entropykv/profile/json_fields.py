@@ -76,7 +76,7 @@ def check_keys(data: Mapping[str, Any], where: str) -> int:
 
 
 def _check_derived(data: Mapping[str, Any], field: str, names: tuple[str, ...], where: str) -> None:
-    """Check that a derived object, if present, holds only numbers under known names."""
+    """Raise ProfileError if a derived object holds anything but numbers under known names."""
     numbers = data.get(field, {})
     if not isinstance(numbers, dict):
         raise ProfileError(f"{where}: {field} must be an object; remove it or {ADVICE}")

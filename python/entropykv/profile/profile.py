@@ -214,7 +214,7 @@ class EntropyProfile:
         return float(self.head_entropies.std()) / mean if mean > 0.0 else 0.0
 
     def head_types(self) -> dict[str, int]:
-        """Count the query heads of each type, according to HEAD_TYPE_LIMITS."""
+        """Return how many query heads are of each type, by the names of HEAD_TYPES."""
         counts = np.bincount(self.kinds().ravel(), minlength=len(HEAD_TYPES))
         return {name: int(count) for name, count in zip(HEAD_TYPES, counts, strict=True)}
 

@@ -232,7 +232,7 @@ class DocumentFolder:
         """Remove the least recently used documents for a text that will be read into `path`.
 
         `n_bytes`: the size of the text. Raises SessionFileError if this text and those that wait
-        exceed the limit alone.
+        exceed the limit even without documents.
         """
         limit = self._limit_bytes
         if limit is None:

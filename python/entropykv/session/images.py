@@ -43,10 +43,10 @@ _ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
 def image_size(data: bytes, where: str) -> tuple[int, int]:
     """Return width and height of an image in pixels; raises ImageError, which names `where`.
 
-    Only the first bytes of the file are read, and nothing is decoded: llama.cpp decodes every file
-    that it is given, and a file of a few kilobytes may hold an image of gigabytes. So a limit of
-    pixels must be checked before. Formats that are not listed here are refused, including those of
-    sound and video, which llama.cpp would pass to other decoders.
+    Only headers within the file are read, and nothing is decoded: llama.cpp decodes every file that
+    it is given, and a file of a few kilobytes may hold an image of gigabytes. So a limit of pixels
+    must be checked before. Formats that are not listed here are refused, including those of sound
+    and video, which llama.cpp would pass to other decoders.
     """
     try:
         size = _size(data)

@@ -379,8 +379,7 @@ class Session:
 
     def question_text(self, text: str, *, chat: bool = True) -> str:
         """Return what follows a document: the question, the end of the user's turn if it is a chat,
-        and the beginning of the answer. Only tokenize() reads it. Raises as Model.chat_prompt()
-        does.
+        and the beginning of the answer. It is for tokenize(). Raises as Model.chat_prompt().
         """
         prompt = self.model.chat_prompt(QUESTION_MARK) if chat else None
         said: str = self.model.said(text if prompt is None else text.strip())

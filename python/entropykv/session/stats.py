@@ -217,8 +217,8 @@ class SessionStats:
     frozen_entries: int = 0
     """How many entries of all KV heads are in cold storage now."""
     frozen_bytes: int = 0
-    """The bytes of the entries in cold storage, in memory or on disk; kv_bytes_* count only active
-    entries.
+    """The bytes of the entries in cold storage, in memory or on disk; kv_bytes_now and
+    kv_bytes_peak count only active ones.
     """
     frozen_bytes_peak: int = 0
     """The most bytes that were in cold storage."""

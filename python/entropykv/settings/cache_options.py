@@ -1,4 +1,4 @@
-"""Define all options of the cache, checked once; this is the only place of their defaults.
+"""Define all options of the cache with their defaults, and check them once.
 
 Session, Pool, EntropyLlama, attach(), the server and the command line make a CacheOptions.
 policy/resolved_config.py derives a ResolvedConfig from it for a model.
