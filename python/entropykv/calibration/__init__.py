@@ -1,6 +1,4 @@
-"""Measure attention in a model: the entropies of query heads, and what KV heads lose by
-eviction.
-"""
+"""Measure attention in a model: entropies of query heads, and what KV heads lose by eviction."""
 
 from entropykv.calibration.measure import CalibrationSettings, calibrate
 from entropykv.evaluation.texts import Text, read_texts

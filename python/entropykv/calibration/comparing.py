@@ -238,9 +238,7 @@ def _table(figures: npt.NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
 
 
 def going(way: str) -> WayComparison:
-    """Return a comparison without figures, whose best way is `way`, so that policy auto takes
-    it.
-    """
+    """Return a comparison without figures, whose best way is `way`, so that policy auto uses it."""
     return WayComparison((), 0, (), (), way)
 
 

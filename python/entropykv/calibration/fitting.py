@@ -38,9 +38,7 @@ there is only one text.
 
 
 def fitting_tokens(lengths: Sequence[int]) -> int:
-    """Return how many tokens fit_by_echoes() reads of texts of these lengths, without the
-    echoes.
-    """
+    """Return how many tokens fit_by_echoes() reads of texts of these lengths, without echoes."""
     return sum(lengths) + lengths[-1] if lengths else 0
 
 

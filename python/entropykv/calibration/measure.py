@@ -72,7 +72,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """Hold how much is read; the defaults are those of README_ENTROPY_KV.
+    """Hold how much is read; for entropies, the defaults are those of README_ENTROPY_KV.
 
     Entropies are measured in `n_sequences` sequences of up to `max_length` tokens, which `seed`
     chooses, over the attention rows that `rows` names, one of entropykv.profile.parts.ROWS. K and V
@@ -328,9 +328,7 @@ def _trained_context(path: str | os.PathLike[str], settings: CalibrationSettings
 def excerpts_of(
     texts: Sequence[Text], tokenize: Callable[[str], list[int]], settings: CalibrationSettings
 ) -> list[Excerpt]:
-    """Cut the texts as `settings` says; raises CalibrationError for a text of fewer than 4
-    tokens.
-    """
+    """Cut texts as `settings` says; raises CalibrationError for a text of fewer than 4 tokens."""
     return choose_sequences(
         texts,
         tokenize,
@@ -384,7 +382,7 @@ class Measured:
 def measure(
     entropies: RowEntropies, excerpts: Sequence[Excerpt], on_progress: Progress
 ) -> Measured:
-    """Read every text; raises CalibrationError if an entropy is not a finite number."""
+    """Return the mean entropies of texts; raises CalibrationError if one is not a finite number."""
     quarters, all_rows = [], []
     for excerpt in excerpts:
         of_quarters, of_all = mean_entropies(entropies(excerpt.tokens))
@@ -413,9 +411,7 @@ def _check_finite(name: str, entropies: FloatArray) -> None:
 
 
 def quarter_rows(n_tokens: int) -> list[int]:
-    """Return the rows at 25, 50, 75 and 100 % of a text: the last row of each quarter,
-    rounded up.
-    """
+    """Return the rows at 25, 50, 75 and 100 % of a text: the last of each quarter, rounded up."""
     return [-(-n_tokens * quarter // 4) - 1 for quarter in (1, 2, 3, 4)]
 
 

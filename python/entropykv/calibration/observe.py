@@ -190,9 +190,7 @@ class Observer:
         return losses
 
     def importance_of(self, tokens: Sequence[int]) -> list[list[Rows]]:
-        """Read a text; returns the importance of its entries at its end, [layer][KV
-        head][entry].
-        """
+        """Read a text; returns the importance of entries at its end, [layer][KV head][entry]."""
         self._store.truncate(0)
         for first in range(0, len(tokens), self.n_ubatch):
             self._read(tokens[first : first + self.n_ubatch], first)

@@ -1,6 +1,4 @@
-"""`entropykv bench`: measure speed inside a budget, as ratios to stock llama.cpp in the
-same run.
-"""
+"""`entropykv bench`: measure speed inside a budget, relative to stock llama.cpp in the same run."""
 
 from __future__ import annotations
 
@@ -158,9 +156,7 @@ _DRAFT_HEADER = "| task | tok/s without | with | times | tokens a step | accepte
 
 
 def _bench_drafts(options: argparse.Namespace, trained: int) -> int:
-    """Print what drafts are worth, and write it to the file of --json, if given; returns the exit
-    code.
-    """
+    """Print what drafts are worth, write it to --json, if given, and return the exit code."""
     cache = CacheOptions(
         kv_budget=options.budgets[-1],
         policy=options.policy,

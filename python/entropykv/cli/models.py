@@ -200,9 +200,7 @@ def _cells(row: ArchitectureCheck, table: ArchitectureTable, notes: dict[str, in
 
 
 def _name(row: ArchitectureCheck, table: ArchitectureTable) -> str:
-    """Return the architecture, with the models of the row if other models are served
-    differently.
-    """
+    """Return the architecture, with the models of the row if others are served differently."""
     alike = [other for other in table.rows if other.architecture == row.architecture] == [row]
     return row.architecture if alike else f"{row.architecture} ({', '.join(row.models)})"
 
@@ -333,7 +331,7 @@ def _list_learnt(*, as_json: bool) -> int:
 
 
 def _forget(names: Sequence[str]) -> int:
-    """Remove the predictors of these names, or all; returns the exit code."""
+    """Remove the predictors of these names, or all; returns the exit code, 1 if none has a name."""
     try:
         removed = remove_learnt(names)
     except OSError as error:

@@ -144,9 +144,7 @@ class CommandParser(argparse.ArgumentParser):
             raise
 
     def _without_noted(self, given: list[str], notes: dict[str, str]) -> list[str]:
-        """Remove the flags without effect from the words, and add the reason for each to
-        `notes`.
-        """
+        """Remove flags without effect from the words, and add the reason for each to `notes`."""
         kept: list[str] = []
         at = 0
         while at < len(given):

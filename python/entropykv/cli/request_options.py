@@ -97,9 +97,7 @@ def image_files(given: Sequence[str]) -> list[bytes]:
 
 
 def image_file(path: str) -> bytes:
-    """Return the content of an image file; raises ImageError if it cannot be read or is
-    too large.
-    """
+    """Return the content of an image file; raises ImageError if it is unreadable or too large."""
     most = ImageLimits().file_bytes
     try:
         with open_regular(path) as file:
@@ -180,9 +178,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, n_predict: int | No
 
 
 def _n_predict(text: str) -> int:
-    """Read the maximum tokens of an answer; llama-cli's -2 (until the context is full)
-    becomes -1.
-    """
+    """Read the most tokens of an answer; llama-cli's -2 (until the context is full) becomes -1."""
     return max(-1, integer(-2)(text))
 
 

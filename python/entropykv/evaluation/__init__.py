@@ -1,3 +1,1 @@
-"""Measure what a budget costs: the quality and speed of budgeted sessions against the full
-cache.
-"""
+"""Measure what a budget costs: quality and speed of budgeted sessions against the full cache."""

@@ -312,9 +312,7 @@ def _rounds(contestants: list[_Contestant], settings: BenchSettings, length: int
 
 
 def _is_taken_apart(contestant: _Contestant) -> bool:
-    """Tell whether a contestant's attention is one graph node per layer, so that it can be
-    timed.
-    """
+    """Tell whether a contestant's attention is one node per layer, so that it can be timed."""
     return contestant.name != NO_FLASH
 
 
@@ -340,9 +338,7 @@ def _set_loads(contestants: Sequence[_Contestant], geometry: ModelGeometry, leng
 
 
 def history_tokens(session: StockSession | Session, n_tokens: int) -> list[int]:
-    """Return `n_tokens` tokens of the calibration texts, which are repeated if they are
-    too short.
-    """
+    """Return `n_tokens` tokens of the calibration texts, which are repeated if too short."""
     tokens = session.tokenize("\n\n".join(text.content for text in read_texts()))
     return (tokens * (1 + n_tokens // len(tokens)))[:n_tokens]
 
@@ -359,9 +355,8 @@ _LETTERS_PER_TOKEN = 3
 
 @dataclass(frozen=True)
 class DraftRow:
-    """Hold the figures of one task: `speed_without` and `speed_with` drafts are medians in tokens
-    per second, `tokens_per_step` those that a step with drafts writes, `drafted` and `accepted`
-    drafts.
+    """Hold the figures of one task: median speeds in tokens per second, without and with drafts;
+    how many tokens a step writes with drafts; and how many drafts were read, and were right.
     """
 
     task: str

@@ -18,9 +18,7 @@ from entropykv.session.session import Session
 from entropykv.settings.options import Budget
 
 Tick = Callable[[int], None]
-"""Called between two steps with the number of tokens done since the last call; may raise
-to stop.
-"""
+"""Called between steps with the number of tokens done since the last call; may raise to stop."""
 
 
 AnySession = Session | StockSession

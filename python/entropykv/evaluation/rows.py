@@ -56,9 +56,7 @@ class EvalRow:
     length: int | None = None
     """The length of a suite's prompts with their answers, in tokens."""
     question: str | None = None
-    """`known` if the question is read with a suite's context, `unknown` if it is read
-    afterwards.
-    """
+    """`known` if the question is read with a suite's context, `unknown` if it is read after it."""
     scores: dict[str, float] = field(default_factory=dict)
     """For each task, the share of the references that the answers contain."""
     score: float | None = None
@@ -111,7 +109,7 @@ def summarize(policy: str, kv_type: str, budget: str, records: Sequence[Record])
 
 
 def _speeds(texts: Sequence[Values]) -> list[list[float]]:
-    """Return the prompt speeds and the write speeds of the texts, in tokens per second."""
+    """Return the texts' speeds of reading and of writing, in tokens per second, if any."""
     speeds = [
         [text[tokens] / text[seconds] for text in texts if text.get(tokens) and text.get(seconds)]
         for tokens, seconds in (_READ, _WRITTEN)

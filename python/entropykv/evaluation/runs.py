@@ -66,9 +66,7 @@ class Evaluation:
         )
 
     def run(self, tick: Tick) -> Iterator[EvalRow]:
-        """Measure everything; yields a row when its figures are complete, the row of stock
-        first.
-        """
+        """Measure everything; yields a row when its figures are complete, that of stock first."""
         for part in self._parts:
             self._refer(part, tick)
         yield self._row(None)

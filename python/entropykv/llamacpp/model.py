@@ -498,8 +498,8 @@ class Model:
 
     @property
     def answer_frame(self) -> AnswerFrame:
-        """Return what the chat template writes before an answer, at first and in later turns;
-        raises as chat_template does.
+        """Return what the chat template writes before an answer, at first and in later turns:
+        nothing without a template. Raises as chat_template does.
         """
         return AnswerFrame() if self.chat_template is None else self.chat_template.frame()
 

@@ -35,9 +35,7 @@ rounding errors of rotating a key do not accumulate beyond that, however long th
 
 @dataclass(frozen=True)
 class RopeRange:
-    """Limit the positions that RoPE may see to [0, limit); the first `n_sinks` are never
-    shifted.
-    """
+    """Limit the positions that RoPE sees to [0, limit); the first `n_sinks` are never shifted."""
 
     limit: int
     n_sinks: int
@@ -74,18 +72,14 @@ class RopeRange:
 
 
 def largest_micro_batch(n_ubatch: int, n_ctx: int, n_ctx_train: int) -> int:
-    """Return the most tokens of a micro-batch: beyond the trained context, one step of the
-    shift.
-    """
+    """Return the most tokens of a micro-batch: beyond the trained context, a step of the shift."""
     if n_ctx <= n_ctx_train:
         return min(n_ubatch, n_ctx)
     return min(n_ubatch, RopeRange(n_ctx_train, 0).step)
 
 
 def check_sinks(n_sinks: int, n_ctx: int, n_ctx_train: int) -> None:
-    """Raise ContextError if the sinks leave too few positions of the trained context for a
-    shift.
-    """
+    """Raise ContextError if sinks leave too few positions of the trained context for a shift."""
     if n_ctx > n_ctx_train and n_sinks > n_ctx_train // STEPS:
         raise ContextError(
             f"{n_sinks} sinks are too many for a context of {n_ctx} tokens with a model that was "

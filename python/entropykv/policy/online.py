@@ -85,9 +85,7 @@ class StoreReadings(Protocol):
         """Return the positions that a KV head keeps, ascending, (n,)."""
 
     def importance(self, layer: int, kv_head: int) -> npt.NDArray[np.float32]:
-        """Return the importance of the entries that a KV head keeps, (n,), in order of
-        positions.
-        """
+        """Return the importance of entries that a KV head keeps, (n,), in order of positions."""
 
 
 class OnlineBudgets(ABC):

@@ -135,9 +135,7 @@ class ScorePredictor:
 
     @classmethod
     def from_json(cls, value: object, where: str, shape: tuple[int, int]) -> ScorePredictor:
-        """Read the JSON object, where `shape` is (n_layer, n_head_kv); ProfileError names
-        a field.
-        """
+        """Read the JSON object; `shape`: (n_layer, n_head_kv). ProfileError names a field."""
         n_layer, n_head_kv = shape
         trusts = isinstance(value, dict) and "trust" in value  # Earlier versions wrote no trust.
         data = object_in(value, where, "predictor", (*_NAMES, *(["trust"] if trusts else [])))

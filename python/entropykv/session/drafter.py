@@ -150,9 +150,7 @@ class NgramDrafter:
     def __init__(self) -> None:
         """Begin without a text; the tables grow with it."""
         self._latest = np.full(0, -1, np.int32)
-        """By hash, the position at which the latest n-gram with this hash ends; -1: there
-        is none.
-        """
+        """By hash, the position where the latest n-gram with this hash ends; -1: there is none."""
         self._earlier = np.full(0, -1, np.int32)
         """By the position at which an n-gram ends, where the n-gram before it with the same hash
         ends; -1: there is none.

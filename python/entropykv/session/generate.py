@@ -528,9 +528,7 @@ class _Generation:
         self._chooser.remember(session, self._penalised_from)
 
     def _forget_unyielded(self) -> None:
-        """Remove tokens that were read but not yielded, unless the session was changed
-        meanwhile.
-        """
+        """Remove tokens read but not yielded, unless the session was changed meanwhile."""
         session = self._session
         known = self._start + max(self._n_yielded - 1, 0)
         n_ahead = session.position - known
@@ -564,9 +562,7 @@ class Chooser:
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
     def __init__(self, sampling: Sampling, session: Decoder, companions: Companions) -> None:
-        """Make the samplers; raises SettingsError for constraints that cannot be used or
-        combined.
-        """
+        """Make samplers; raises SettingsError for constraints that cannot be used or combined."""
         self.companions = companions
         self._thought = thought = companions.thought
         self._recorder, self._processors = companions.recorder, companions.processors

@@ -226,7 +226,7 @@ class KeptTexts:
         swap_limit: str | int | None = None,
         checkpoint_limit: str | int = 0,
     ) -> None:
-        """Check the place and the limits, in bytes or text such as `1GiB`; None means no limit."""
+        """Check the place and the limits: bytes, or text such as `1GiB`; swap_limit None: none."""
         n_bytes = parse_bytes(swap_limit) if isinstance(swap_limit, str) else swap_limit
         if swap_limit is not None and (isinstance(n_bytes, bool) or not n_bytes or n_bytes < 1):
             raise SettingsError(f"swap_limit cannot be {swap_limit!r}; give bytes such as 1GiB")

@@ -291,9 +291,7 @@ def _entries(plan: MemoryPlan) -> str:
 
 
 def _line_of_each(plan: MemoryPlan) -> list[str]:
-    """Return the line about each conversation's part of a shared pool; empty if there is
-    only one.
-    """
+    """Return the line about each conversation's part of a shared pool; empty without a pool."""
     if not plan.config.options.in_pool:
         return []
     return [f"  for each          {mib(plan.share_bytes):>12}   {_entries(plan)}"]

@@ -388,9 +388,7 @@ class ModelRunner:
         *,
         use_gpu: bool = False,
     ) -> Images:
-        """Open a projector for the model, and close the earlier one: see
-        Session.open_projector().
-        """
+        """Open a projector for the model, and close the former: see Session.open_projector()."""
         threads = self.config.options.threads_batch
         images = Images(Projector(path, self.model, n_threads=threads, use_gpu=use_gpu), limits)
         former, self.images = self.images, images

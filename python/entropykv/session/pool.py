@@ -177,7 +177,7 @@ class Pool:
         `tokens`.
 
         Its `position` says how many of the tokens need not be read: those of the nearest
-        checkpoint. Raises what session() raises.
+        checkpoint, or 0. Raises what session() raises.
         """
         session = self.session(tenant=tenant)
         session.text.return_to_checkpoint(tokens)

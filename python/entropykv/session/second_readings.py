@@ -390,9 +390,7 @@ def _is_complete(learnt: LearntPredictor) -> bool:
 
 
 def _learning_of(slots: Sequence[SequenceSlot]) -> Learning:
-    """Return the part of the first slot's store that predicts scores, for all stores of
-    its pool.
-    """
+    """Return the part of the first slot's store that predicts scores for all stores of its pool."""
     return cast(Learning, slots[0].store.learning)  # Only stores that predict are watched.
 
 

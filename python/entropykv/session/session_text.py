@@ -120,7 +120,7 @@ class SessionText:
 
     def keep_checkpoint(self) -> None:
         """Keep a checkpoint of the current state, for this sequence and for others with the same
-        beginning, if the pool keeps checkpoints.
+        beginning, if something was read and the pool keeps checkpoints.
         """
         slot, runner = self._slot, self._runner
         if runner.kept_texts.checkpoint_limit == 0 or slot.text.position == 0 or slot.broken:

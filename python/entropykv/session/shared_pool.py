@@ -104,9 +104,7 @@ class SequenceSlot:
         with.
         """
         self.loss_curve: LossCurve | None = None
-        """The loss curve that the current shares of the pool are based on; None if there
-        is none.
-        """
+        """The loss curve that current shares of the pool are based on; None if there is none."""
         self.rests = False
         """True if Session.rest() has said that no token follows soon."""
         self.last_step = 0.0
@@ -472,9 +470,7 @@ class SharedPool:
 
     @property
     def is_private(self) -> bool:
-        """Tell whether the pool belongs to a single session, so that no other can take its
-        place.
-        """
+        """Tell whether the pool belongs to a single session, whose place no other can take."""
         return self._shares.keeps_places
 
     @property

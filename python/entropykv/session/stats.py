@@ -223,9 +223,7 @@ class SessionStats:
     frozen_bytes_peak: int = 0
     """The most bytes that were in cold storage."""
     frozen_sketch_bytes: int = 0
-    """Bytes of the sketches in memory that queries are compared with; frozen_bytes
-    excludes them.
-    """
+    """Bytes of the sketches in memory that queries are compared with; not in frozen_bytes."""
     frozen_overhead_bytes: int = 0
     """Further bytes of cold storage in memory: the data of every entry (position, score, timer),
     the lists that find it, and reserved room.

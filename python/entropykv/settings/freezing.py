@@ -293,7 +293,5 @@ class Recovery:
 
     @property
     def held_back(self) -> int:
-        """Return how many tokens a rewalk may replace; they are held back until they are
-        certain.
-        """
+        """Return how many tokens a rewalk may replace: the last ones are held back for it."""
         return self.rewalk if self.top is Rung.REWALK else 0

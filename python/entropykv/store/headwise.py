@@ -473,9 +473,7 @@ class HeadwiseStore(KvHeadStore):
             self._recurrent.forget()
 
     def take_place(self, sequence: int) -> None:
-        """Take a place of the pool: `sequence` is llama.cpp's number for the sequence
-        from now on.
-        """
+        """Take a place of the pool; `sequence`: llama.cpp's number for the sequence from now on."""
         self.sequence = sequence
         if self._recurrent:
             self._recurrent.sequence = sequence

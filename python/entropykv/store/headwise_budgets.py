@@ -107,7 +107,7 @@ class HeadwiseBudgets:
         pool.
         """
         self._of_whole_texts: HeadwisePlan | None = None
-        """The plan for the texts that the budget can hold whole; None if there is no other one."""
+        """The plan for texts that the budget can hold whole; None where `_whole_texts` is None."""
         self._expected = 0
         self._keeps_everything = False
         self.whole_entries = 0

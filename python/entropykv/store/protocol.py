@@ -372,7 +372,7 @@ class TextBudgets(Protocol):
 
     def expect(self, n_tokens: int) -> None:
         """Plan for a text of n_tokens: keep it whole if the budget can hold it, or else follow the
-        policy.
+        policy. In a pool, whose shares set the plan, the plan stays.
         """
 
     def whole_before(self, position: int, n_tokens: int) -> int:
@@ -517,9 +517,7 @@ class Store(ABC):
     """
 
     sharing: TextBudgets | None = None
-    """The part that sets budgets by what the text shows; None: budgets do not depend on
-    the text.
-    """
+    """The part that sets budgets by what the text shows; None: they do not depend on the text."""
     freezing: Thawable | None = None
     """The part that keeps evicted entries in cold storage; None: they are dropped for good."""
     learning: Learning | None = None

@@ -136,9 +136,7 @@ class NeedleTask:
 
     @property
     def least(self) -> int:
-        """Return the smallest size: the number of needles, since each stands before
-        another piece.
-        """
+        """Return the smallest size: the number of needles, each of which precedes another piece."""
         return self.n_keys * self.n_values
 
     def prompt(self, size: int, rng: random.Random) -> TaskPrompt:

@@ -52,9 +52,7 @@ _SHRINKING = 64
 
 @dataclass(frozen=True)
 class Suite:
-    """Hold the tasks, lengths and samples to measure; raises SettingsError for impossible
-    values.
-    """
+    """Hold tasks, lengths and samples to measure; raises SettingsError for impossible values."""
 
     lengths: Sequence[int] = (4096,)
     """The lengths of the prompts with their answers, in tokens."""
@@ -152,9 +150,7 @@ def _largest(task: Task, fits: Callable[[int], bool]) -> int:
 
 @dataclass(frozen=True)
 class RulerItem(Item):
-    """Hold a sample: `tokens` are the context, followed by the question if the question is
-    known.
-    """
+    """Hold a sample: `tokens` are the context, followed by the question if that is known."""
 
     task: str
     question: tuple[int, ...]
