@@ -139,8 +139,8 @@ def test_a_small_flat_budget_goes_back_within_its_newest_tokens(n_sinks: int, pa
 
 @some("gemma3", "jamba", "bloom")
 def test_a_prompt_that_was_read_is_not_read_again(name: str, path: Path) -> None:
-    """Of a prompt that was read, only what has changed is read again; with recurrent layers, or if
-    it changes further back than a window, all of it.
+    """Of a prompt that was read, only micro-batches from the first change on are read again; with
+    recurrent layers, or if the change is further back than a window, all of them.
     """
     llm = EntropyLlama(str(path), n_ctx=512, kv_budget=1.0, n_ubatch=64, **QUIET)
     reads = Reads(llm)

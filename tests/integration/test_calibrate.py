@@ -37,7 +37,7 @@ def attention_of(path: Path, tokens: list[int]) -> Sequence[tuple[npt.NDArray[An
 
 
 def entropies_of(path: Path, tokens: list[int]) -> npt.NDArray[np.float64]:
-    """Return entropies in bits, (n_layer, n_tokens, n_head)."""
+    """Return the entropies of attention in the reference, in bits, (n_layer, n_tokens, n_head)."""
     rows = []
     for *_, p in attention_of(path, tokens):
         rows.append(-(p * np.log2(np.maximum(p, 1e-300))).sum(axis=2).T)

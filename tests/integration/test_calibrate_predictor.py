@@ -137,7 +137,7 @@ def test_models_whose_keys_cannot_be_turned_back_get_none(name: str, tmp_path: P
 
 
 def documents(model: Path) -> list[list[int]]:
-    """Return the tokens of two documents of facts, about which the shipped model can be asked."""
+    """Return the beginnings of two documents of facts, 512 tokens each, for the shipped model."""
     with Session(model, n_ctx=64, n_threads=1) as session:
         words = [Writer(f"trust {seed}").test_document(600, 4)[0] for seed in range(2)]
         return [session.tokenize("".join(of_text[1:-1]), add_bos=True)[:512] for of_text in words]

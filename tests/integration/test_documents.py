@@ -214,7 +214,7 @@ def test_prompts_that_arrive_while_a_document_is_read_come_first(
 
 
 def interrupted(model: Path, path: Path, text: str = TEXT, **options: Any) -> int:
-    """Stop reading a document after half of it; return how many tokens were read."""
+    """Stop reading a document after half of it; return how many tokens its partial file has."""
 
     def stop(done: int, total: int) -> None:
         if done > total // 2:

@@ -191,7 +191,7 @@ def test_echoes_stay_within_learned_positions(
 def test_facts_of_a_document_survive_without_a_profile(smollm2: Path) -> None:
     """A document that is read twice keeps more of its facts than one that is read once.
 
-    It has four facts in 900 tokens, and the budget holds 15 % of its entries.
+    It has four facts in 900 tokens, and the budget holds a sixth of its entries.
     """
     sentences = " ".join(
         f"On day {day} the keeper of the lighthouse wrote about wind, rain and the {what} he had "

@@ -327,8 +327,8 @@ def test_texts_that_repeat_themselves_teach_nothing(
 def test_rounds_that_do_not_agree_are_not_kept(
     own_llama: Path, learnt_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After four rounds that do not agree, the process uses their predictions, but keeps nothing on
-    disk.
+    """After four rounds that do not agree, the process uses their predictions, but what is kept
+    stays incomplete.
 
     Otherwise it would read every text twice.
     """

@@ -49,7 +49,7 @@ def test_rope_arguments_reach_the_new_context(tiny_llama: Path, store: str) -> N
 
 
 def write_adapter(path: Path, n_embd: int, rank: int = 4) -> None:
-    """Write a LoRA adapter of the first layer's output projection."""
+    """Write a LoRA adapter for attn_output of the first layer."""
     random = np.random.default_rng(1)
     writer = GGUFWriter(path, "llama")
     writer.add_type("adapter")

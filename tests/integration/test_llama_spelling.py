@@ -17,7 +17,7 @@ BYTE = 3  # The first of the 256 byte tokens of tiny models.
 
 
 def as_bytes(text: str) -> list[int]:
-    """Return one token per byte of a text, which the tiny models' tokenizer never does."""
+    """Return a byte token for each byte of a text, where the tokenizer would give pieces."""
     return [BYTE + byte for byte in text.encode("utf-8")]
 
 

@@ -140,8 +140,8 @@ def test_a_pool_is_resized_for_all(model: Path) -> None:
 
 
 def changed(session: Session, kind: int, chance: random.Random) -> Session:
-    """Roll back, swap, fork, keep a checkpoint or return to one; returns the session to continue
-    with.
+    """Roll back, swap, fork, rest, keep a checkpoint or return to one; returns the session to
+    continue with.
     """
     if kind == 4 and session.position:
         position = chance.randrange(session.position)

@@ -67,7 +67,7 @@ def test_an_ample_budget_gives_stocks_logits(
     name: str, n_tokens: int, record_property: Record
 ) -> None:
     """With an ample budget, the KL to stock without flash attention is at most twice that of
-    stock's flash attention.
+    stock's flash attention, or 0.004.
 
     Gemma's prompt is longer than its windows of 512. Measured: 0.0078, 0.0024 and 0.0041, while
     stock's flash attention has 0.0072, 0.0020 and 0.0033.

@@ -34,7 +34,7 @@ def tokens_of(llm: EntropyLlama, number: int) -> list[int]:
 
 
 def logits_of(llm: EntropyLlama, number: int) -> np.ndarray:
-    """Return the logits after a prompt, and generate an answer."""
+    """Return the logits after a prompt, and generate two tokens."""
     stream = llm.generate(PROMPTS[number], temp=0.0)
     next(stream)
     logits = llm._session.logits

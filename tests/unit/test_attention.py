@@ -140,8 +140,8 @@ def test_logits_that_fall_with_the_distance(
 
 @pytest.mark.parametrize("n_head", [1, 2, 6, 8, 12, 71])
 def test_slopes_are_those_of_alibi(n_head: int) -> None:
-    """Slopes are powers of 2^(-8/n), where n is the largest power of two; further heads take every
-    second slope of 2n heads.
+    """Slopes are powers of 2^(-8/n), where n is the largest power of two up to the number of heads;
+    further heads take every second slope of 2n heads.
     """
     power = 2 ** int(np.log2(n_head))
     whole = 2.0 ** (-8.0 / power * np.arange(1, power + 1))

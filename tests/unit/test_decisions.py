@@ -89,9 +89,7 @@ def test_survivors_of_many_are_those_of_the_oracle(n_dropped: int, n: int, sprea
 def test_an_eviction_makes_the_room_of_the_oracle(
     budget: int, n_new: int, n_sinks: int, share: float
 ) -> None:
-    """An eviction makes the room of the oracle: up to 64 entries, or a quarter of what is not
-    protected.
-    """
+    """An eviction leaves as many entries as in the oracle, which makes room for 64 at most."""
     n_sinks = min(n_sinks, budget)
     arguments = (budget, n_new, n_sinks, int(share * (budget - n_sinks)))
     kept = _core.entries_to_keep(*arguments)

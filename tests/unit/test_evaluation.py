@@ -121,7 +121,7 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_text_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device such as /dev/zero gives as many bytes as one reads, until memory is full."""
+    """A text that is too long is refused; one without an end, as /dev/zero, would fill memory."""
     monkeypatch.setattr("entropykv.files.MOST_CHARACTERS", 1000)
     text = tmp_path / "text"
     text.write_text("é" * 1000, encoding="utf-8")

@@ -104,7 +104,7 @@ def test_sinks_slopes_and_windows(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_large_biases_cost_no_precision(kernel: str) -> None:
-    """Large biases cost q8_0 no precision in the other channels."""
+    """Large biases cost q8_0 no precision in other channels, if keys are stored without them."""
     errors = {}
     for is_centred in (True, False):
         layer = centred(kernel, is_centred=is_centred, query_size=1.0)

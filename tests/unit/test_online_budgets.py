@@ -28,7 +28,7 @@ ONLINE = ("adaptive", "guided", "layer", "layer-range")
 def read(store: _core.HeadwiseStore, lengths: list[int], loud: tuple[int, int] | None) -> Any:
     """Read micro-batches; the queries of KV head `loud` attend to all entries nearly equally.
 
-    Returns the entropies of all rows, [layer][row], if `loud` is None.
+    Returns the mean entropies of all rows, [layer][row], if `loud` is None.
     """
     random = np.random.default_rng(1)
     entropies: list[list[float]] = [[] for _ in SHAPES]
