@@ -201,8 +201,8 @@ def test_policy_profile_runs_and_stays_inside_the_budget(tiny_llama: Path, tmp_p
 
 
 def test_a_model_of_the_same_shape_is_noted(tiny_llama: Path, tmp_path: Path) -> None:
-    """A file of another model with the same shape is noted, but not another quantisation of the
-    same weights.
+    """The profile of another model with the same shape is noted, but not that of another
+    quantisation of the same weights.
     """
     shape = {"n_layer": 3, "n_head": 6, "n_head_kv": 2, "head_dim": 32}
     for seed, noted in ((0, False), (1, True)):

@@ -161,8 +161,8 @@ def test_a_trial_asks_whether_to_go_on() -> None:
 
 
 def test_an_answer_ends_where_a_grammar_allows_no_token(llama: EntropyLlama) -> None:
-    """A grammar may ask for the token that ends a text; llama.cpp's own sampler would end the
-    process.
+    """An answer ends where a grammar asks for the token that ends a text; llama.cpp's own sampler
+    would end the process.
     """
     grammar = grammar_of(f'root ::= "on" <[{llama.token_eos()}]>')
     for temperature in (0.0, 1.0):

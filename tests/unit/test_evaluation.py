@@ -358,7 +358,7 @@ def test_a_log_that_ends_in_its_first_line_begins_again(log_file: Path) -> None:
 
 @pytest.mark.needs("os.mkfifo")
 def test_a_log_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    """Reading a pipe would wait for a writer, and a device may have no end."""
+    """A log must be a regular file: a pipe would wait for a writer, and a device may not end."""
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SettingsError, match="pipe: is not a regular file; give a file for"):
         log_of(tmp_path / "pipe")

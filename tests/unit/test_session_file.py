@@ -396,7 +396,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 
 @pytest.mark.needs("os.mkfifo")
 def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
-    """A user who may write to /dev would lose /dev/null."""
+    """A pipe or device is not replaced: a user who may write to /dev would lose /dev/null."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(NotRegularError, match="is not a regular file"), new_file(pipe):

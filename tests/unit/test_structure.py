@@ -172,7 +172,7 @@ def test_a_program_imports_only_names_that_are_there(file: Path) -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """No modules import each other in a circle, which could not be read from a beginning."""
+    """Modules do not import each other in a circle, in which a reader would find no beginning."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     paths = {file: file.relative_to(PACKAGE.parent).with_suffix("").parts for file in FILES}
     known = {".".join(parts).removesuffix(".__init__"): file for file, parts in paths.items()}
