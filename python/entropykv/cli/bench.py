@@ -232,8 +232,8 @@ def attention_bandwidth(rows: list[BenchRow]) -> dict[tuple[int, str], float]:
     """Return the bytes of cache that attention reads per second, by (length, type).
 
     This is the difference in bytes between the largest and the smallest budget, divided by the
-    difference in time per token. Work that does not depend on the cache cancels out. Where a larger
-    budget takes no more bytes or no longer, there is no result.
+    difference in time per token. Work that does not depend on the cache cancels out. There is no
+    result where the larger cache was not slower.
     """
     groups: dict[tuple[int, str], list[BenchRow]] = {}
     for row in rows:

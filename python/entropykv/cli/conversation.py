@@ -143,8 +143,10 @@ class Conversation:
         return prompt_of(session, lines, self.files, add_bos=add_bos, poll=poll)
 
     def _end_turn(self, start: int, text: str, answer: Answer, place: int | None) -> None:
-        """Keep the turn; `place` is the position at which an answer without a thought begins, None
-        for a model that does not think.
+        """Keep the turn, or go back to before it if its prompt was not read to its end.
+
+        `place` is the position at which an answer without a thought begins, None for a model that
+        does not think.
         """
         with noted_interrupts():
             if answer.unread is None:

@@ -41,7 +41,7 @@ class MemoryPlan:
 
     @property
     def budgets_may_change(self) -> bool:
-        """Tell whether the budgets of KV heads may follow a text, or only its length."""
+        """Tell whether a text, or its length alone, may change the budgets of KV heads."""
         plan, config = self.plan, self.config
         follows = config.store == "headwise" and config.policy.rule is not BudgetRule.EQUAL
         return follows and isinstance(plan, HeadwisePlan) and not plan.holds_all

@@ -193,7 +193,9 @@ class OtherWork:
     _LOOK = 0.2
     """Seconds between two readings, at least: the system counts times in steps of 10 ms."""
     _COST = 1 / 500
-    """The largest share of the time for reading the times of all CPUs, which may be many."""
+    """The largest share of the time that may go into reading the system's times of all CPUs, which
+    takes long where there are many.
+    """
 
     def __init__(self, machine: Machine | None = None) -> None:
         """Begin to count; `machine` None: this machine."""

@@ -527,7 +527,7 @@ class Store(ABC):
 
     @property
     def drafts(self) -> DraftReader | None:
-        """Return the part that reads guessed tokens; None if wrong ones could not be undone."""
+        """Return the part that reads guessed tokens; None if none can be read, or undone."""
         return None
 
     @property
