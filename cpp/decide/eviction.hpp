@@ -29,9 +29,10 @@ struct Protection {
                oldest == other.oldest;
     }
     // Returns what is protected in a head whose recent window depends on its own budget: sinks and
-    // recent window together take half of the budget, and the window has one entry at least.
+    // recent window together take at most half of the budget, but the window has one entry.
     Protection within(int budget) const {
-        return {n_sinks, budget / 2 > n_sinks ? budget / 2 - n_sinks : 1, oldest};
+        const int half = budget / 2 > n_sinks ? budget / 2 - n_sinks : 1;
+        return {n_sinks, half < recent_window ? half : recent_window, oldest};
     }
 };
 

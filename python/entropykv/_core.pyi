@@ -626,9 +626,9 @@ class HeadwiseStore:
         """Make an empty store.
 
         `max_tokens`: the most tokens of a micro-batch, with an echo. `max_entries`: the context in
-        tokens; no KV head keeps more. `own_windows`: a KV head's recent window is half of its own
-        budget, less the sinks. `counts_dropped`: losses() include what was dropped, unless it is
-        frozen. `shared_choice`: the heads of a layer rank entries by the observations of all of
+        tokens; no KV head keeps more. `own_windows`: sinks and recent window of a KV head take at
+        most half of its own budget. `counts_dropped`: losses() include what was dropped, unless it
+        is frozen. `shared_choice`: the heads of a layer rank entries by the observations of all of
         them. `kernels`: a name in available_kernels(); None: the last one. `ropes`: one for each
         layer, for predictions from keys before RoPE; empty: keys do not depend on positions.
         `key_centres`: for each layer, [n_head_kv][centre, unit][k_dim] of key_centre(), or an empty

@@ -161,10 +161,10 @@ def test_headwise_evicts_inside_its_bytes(model: Architecture, path: Path) -> No
 
 def check_entries(session: Session, position: int) -> None:
     """Check that KV heads keep the sinks and recent windows that they see, within budgets."""
-    protection = session._slot.store.sharing.plan.protection
-    sinks = range(protection.n_sinks)
-    recent = range(position - protection.recent_window, position)
-    for layer, shape in enumerate(session._slot.store.layers):
+    store = session._slot.store
+    sinks = range(store.sharing.plan.protection.n_sinks)
+    recent = range(position - store.reach().recent_window, position)
+    for layer, shape in enumerate(store.layers):
         oldest = position + 1 - shape.window if shape.window and not shape.chunked else 0
         wanted = {p for p in (*sinks, *recent) if p >= oldest}
         for head in range(shape.n_head_kv):

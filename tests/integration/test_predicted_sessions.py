@@ -58,6 +58,25 @@ def test_other_functions_keep_other_entries(tiny_llama: Path) -> None:
     assert kept[0] == kept[1] != kept[2]
 
 
+@pytest.mark.parametrize("freeze", [None, "ram"])
+def test_no_window_takes_more_than_half_of_a_head_unless_entries_are_frozen(
+    uneven_llama: Path, freeze: str | None
+) -> None:
+    """Heads with small budgets keep fewer of the newest tokens than the window, but their half."""
+    policy = "adaptive:mass+values+predicted"
+    with Session(uneven_llama, policy=policy, freeze=freeze, **INSIDE) as session:
+        predict(session)
+        session.decode(TOKENS)
+        store = store_of(session)
+        newest = [
+            session.position - max(set(range(session.position)) - set(entries.tolist())) - 1
+            for layer, shape in enumerate(store.layers)
+            for entries in (session.cache.entries(layer, h) for h in range(shape.n_head_kv))
+        ]
+        assert min(newest) >= store.reach().recent_window
+        assert (min(newest) < store.sharing.plan.protection.recent_window) == (freeze is None)
+
+
 def test_echoes_of_a_text_teach_and_raise_shares(tiny_llama: Path) -> None:
     shares = []
     for echoes in (True, False):

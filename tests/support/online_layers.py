@@ -17,7 +17,6 @@ from tests.support.stores import (
     LAYERS,
     MAX_ENTRIES,
     N_SINKS,
-    RECENT,
     SHAPES,
     pages_of,
     store_of,
@@ -75,7 +74,7 @@ class Layers:
     def apply_budgets(self) -> None:
         of_heads = [self.budgets[layer] for layer, _ in HEADS]
         pages = pages_of(of_heads, self.rules.kv_type)
-        self.store.set_budgets(of_heads, pages, N_SINKS, RECENT)
+        self.store.set_budgets(of_heads, pages, N_SINKS, self.rules.recent_window)
 
     def attend(self, n_tokens: int) -> None:
         n_tokens = min(n_tokens, MAX_ENTRIES - self.position)

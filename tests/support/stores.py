@@ -54,7 +54,7 @@ def store_of(
         rules.kv_type,
         importance_of(rules),
         n_sinks=N_SINKS,
-        recent_window=RECENT,
+        recent_window=rules.recent_window,
         max_tokens=max_tokens,
         max_entries=max_entries,
         n_threads=1,

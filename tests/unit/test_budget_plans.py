@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from entropykv import _core
 from entropykv.errors import BudgetError
-from entropykv.policy.plan import FlatPlan, HeadwisePlan, plan_flat, plan_headwise
+from entropykv.policy.plan import (
+    FlatPlan,
+    HeadwisePlan,
+    own_windows,
+    plan_flat,
+    plan_headwise,
+)
 from entropykv.policy.policy import POLICIES, policy_named
 from entropykv.profile.profile import EntropyProfile
 from entropykv.settings.options import Budget
@@ -167,6 +173,8 @@ def test_only_budgets_that_follow_the_text_with_added_predictions_have_a_smaller
     plan = plan_headwise(Budget.parse(1000), SHAPES, 4096, "q8_0", policy, None, 4, None)
     assert (plan.mean_entries, plan.protection.recent_window) == (1000, window)
     assert plan.floor_entries == 4 + window
+    assert own_windows(policy, None) == (window == 375)
+    assert not own_windows(policy, 700)
     given = plan_headwise(Budget.parse(1000), SHAPES, 4096, "q8_0", policy, None, 4, 700)
     assert given.protection.recent_window == 700
 
@@ -177,6 +185,7 @@ def test_curves_that_count_alone_leave_the_window_they_were_measured_with(
 ) -> None:
     policy = policy_named(f"{name}:mass+values+predicted", PROFILE, "headwise")
     assert policy.window_eighths == eighths
+    assert own_windows(policy, None) == (eighths == 3)
 
 
 def test_a_fraction_loses_no_entry_to_rounding() -> None:

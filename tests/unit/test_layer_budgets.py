@@ -38,6 +38,7 @@ steps = st.lists(
     budgets=budgets_of_layers,
     todo=steps,
     decay=st.sampled_from([0.0, 0.99, 1.0]),
+    recent=st.sampled_from([RECENT, MAX_ENTRIES]),
     shared=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
@@ -47,11 +48,12 @@ def test_heads_of_a_layer_choose_together(
     budgets: list[int],
     todo: list[tuple[str, Any]],
     decay: float,
+    recent: int,
     shared: bool,
     seed: int,
 ) -> None:
     """KV heads of a layer keep the same entries, chosen by the sum of the scores of all heads."""
-    rules = Rules(measure, kv_type, N_SINKS, RECENT, decay=decay, own_windows=True)
+    rules = Rules(measure, kv_type, N_SINKS, recent, decay=decay, own_windows=True)
     rules.observation_window = 128
     layers = Layers(rules, budgets, shared=shared, seed=seed)
     for action, value in [("attend", 60), *todo]:
@@ -90,7 +92,11 @@ def test_layer_weights_by_hand() -> None:
 @pytest.mark.parametrize("policy", ["layer", "layer-range"])
 def test_layers_share_by_the_mean_entropy_of_the_prompt(policy: str) -> None:
     plan = plan_for(policy, 100)
-    layers = Layers(Rules("attention", decay=1.0, own_windows=True), [400] * 3, shared=True)
+    layers = Layers(
+        Rules("attention", recent_window=MAX_ENTRIES, decay=1.0, own_windows=True),
+        [400] * 3,
+        shared=True,
+    )
     layers.quiet = 1
     layers.store.track_entropy(True)
     online = LayerEntropies(layers.store, LAYERS, MAX_ENTRIES, POLICIES[policy].rule)

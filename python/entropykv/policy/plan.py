@@ -185,8 +185,10 @@ def plan_headwise(
     mean = _mean_entries(budget, n_ctx, bytes_of)
     protection = _protection(budget, mean, n_ctx, protected_of, bytes_of)
     floor = min(protection.entries, n_ctx)
-    if own_windows(policy, recent_window):
+    if policy.rule.by_layer and recent_window is None:
+        # Half of the head's own budget is the only limit of its window.
         floor = min(2 * (n_sinks + 1), floor)
+        protection = ProtectedEntries(n_sinks, n_ctx)
     if policy.own is not None:
         heads = tuple(shape.n_head_kv for shape in layers)
         ask = BudgetToShare(n_ctx, mean, floor, heads, tuple(limits), profile)
@@ -225,10 +227,11 @@ def own_shares(own: OwnPolicy, ask: BudgetToShare, per_page: Sequence[int]) -> l
 
 
 def own_windows(policy: Policy, recent_window: int | None) -> bool:
-    """Tell whether the recent window of a KV head is half of its own budget: for policies that
-    share per layer, unless the user gives a window.
+    """Tell whether sinks and recent window take at most half of each KV head's own budget: where
+    budgets are shared per layer, or follow what heads lose in this text and predictions are added,
+    unless the user gives a window.
     """
-    return policy.rule.by_layer and recent_window is None
+    return recent_window is None and (policy.rule.by_layer or policy.adds_lookups)
 
 
 def by_layer(

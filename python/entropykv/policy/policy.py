@@ -269,13 +269,18 @@ class Policy:
     """The user's object that shares the budget; None for a policy of entropykv."""
 
     @property
+    def adds_lookups(self) -> bool:
+        """Tell whether budgets follow what heads lose in this text, and predictions are added to
+        what its queries gave.
+        """
+        return self.rule.by_losses and self.importance.adds_predictions
+
+    @property
     def window_eighths(self) -> int:
         """Return how many eighths of the mean budget the recent window takes, unless the user gives
         a window.
         """
-        if self.rule.by_losses and self.importance.adds_predictions:
-            return WINDOW_EIGHTHS_WITH_LOOKUPS
-        return WINDOW_EIGHTHS
+        return WINDOW_EIGHTHS_WITH_LOOKUPS if self.adds_lookups else WINDOW_EIGHTHS
 
 
 AUTO = "auto"

@@ -251,10 +251,10 @@ class ResolvedConfig:
 
     @property
     def own_windows(self) -> bool:
-        """Tell whether the recent window of each KV head is half of its own budget: see
-        own_windows() in policy/plan.py.
+        """Tell whether sinks and recent window take at most half of each KV head's own budget: see
+        own_windows() in policy/plan.py. Where entries are frozen, all windows are equal.
         """
-        return own_windows(self.policy, self.options.recent_window)
+        return self.freezing is None and own_windows(self.policy, self.options.recent_window)
 
     @property
     def centres_keys(self) -> bool:

@@ -261,7 +261,8 @@ def format_plan(plan: MemoryPlan) -> str:
         + _frozen(config),
         "",
         f"Entries per KV head, policy {config.policy.name} (each keeps {protection.n_sinks} "
-        f"sinks and the {protection.recent_window} most recent)"
+        f"sinks and the {protection.recent_window} most recent"
+        + (", at most half of its own budget)" if config.own_windows else ")")
         + (", before any text is read:" if plan.budgets_may_change else ":"),
         *_lines_of_layers(plan.budgets),
     ]

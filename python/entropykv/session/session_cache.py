@@ -109,8 +109,8 @@ class SessionCache:
 
     @property
     def sure_entries(self) -> int:
-        """Return how many of the newest tokens every KV head is certain to keep, whatever follows;
-        n_ctx if nothing is ever evicted.
+        """Return how long a text may be, in tokens, so that every KV head is certain to keep all of
+        it; n_ctx if nothing is ever evicted.
         """
         return self._slot.store.reach().sure
 

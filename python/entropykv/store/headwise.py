@@ -311,7 +311,7 @@ class HeadwiseStore(KvHeadStore):
         return Reach(
             whole=max(sharing.whole_entries, sharing.longest_whole),
             sure=sharing.sure_entries,
-            recent_window=sharing.plan.protection.recent_window,
+            recent_window=sharing.least_window,
         )
 
     def truncate(self, position: int) -> None:

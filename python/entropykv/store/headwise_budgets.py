@@ -365,8 +365,16 @@ class HeadwiseBudgets:
             self.share()
 
     @property
+    def least_window(self) -> int:
+        """Return the recent window of a KV head with the smallest possible budget."""
+        n_sinks, window = self.plan.protection.n_sinks, self.plan.protection.recent_window
+        if not self._config.own_windows:
+            return window
+        return min(window, max(1, self.plan.floor_entries // 2 - n_sinks))
+
+    @property
     def sure_entries(self) -> int:
-        """Return how many of the newest tokens every KV head certainly keeps: n_ctx if nothing is
+        """Return the longest text of which every KV head certainly keeps all: n_ctx if nothing is
         evicted, 0 if entries are frozen.
         """
         if self._whole_texts is not None:

@@ -202,7 +202,7 @@ class Reach(NamedTuple):
     whole: int
     """The length of the longest text from which nothing is evicted; n_ctx: nothing ever is."""
     sure: int
-    """How many of the newest tokens every KV head certainly keeps; n_ctx if nothing is evicted."""
+    """The longest text of which every KV head certainly keeps all; n_ctx if nothing is evicted."""
     recent_window: int
     """How many of the newest entries every KV head keeps."""
 

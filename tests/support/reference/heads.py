@@ -57,7 +57,7 @@ class Rules:
     by_values: bool = False
     rope: Rope = field(default_factory=lambda: Rope(0))
     own_windows: bool = False
-    """True if half of each KV head's own budget is for its sinks and recent window."""
+    """True if sinks and recent window of a KV head take at most half of its own budget."""
     weights: dict[int, Floats] = field(default_factory=dict)
     """The weights of the linear functions that predict shares, by the number of features."""
     expected_lookups: float = 0.0
@@ -141,7 +141,7 @@ class ReferenceHead:
         """Return the number of newest entries that are protected from eviction."""
         if not self.rules.own_windows:
             return self.rules.recent_window
-        return max(self.budget // 2 - self.rules.n_sinks, 1)
+        return min(max(self.budget // 2 - self.rules.n_sinks, 1), self.rules.recent_window)
 
     def attend(
         self,
