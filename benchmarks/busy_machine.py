@@ -90,7 +90,7 @@ def alone(options: argparse.Namespace) -> Speeds:
 
 def as_a_server(options: argparse.Namespace) -> Speeds:
     """Let clients read prompts of their own and write, all at the same time, in one pool; return
-    the speeds.
+    the speeds, both from the start on.
     """
     each, n = options.tokens // 4, options.clients
     starts: list[float] = []

@@ -72,7 +72,7 @@ def stock(
     model: str, document: Sequence[int], question: Sequence[int], n_threads: int, folder: Path
 ) -> tuple[str, float, int]:
     """Return the row of stock llama.cpp, which restores its state and reads the question: name,
-    seconds, bytes on disk.
+    seconds, bytes on disk. Raises RuntimeError if the state is not restored.
     """
     name = os.fsencode(folder / "state.bin")
 

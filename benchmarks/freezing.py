@@ -81,7 +81,7 @@ class Stock(StockSession):
 
 
 def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> float:
-    """Return the seconds that an answer takes after its prompt was read."""
+    """Return the seconds that an answer takes after its first token."""
     session.text.truncate(0)
     stream = generate_tokens(session, prompt, n_tokens, Sampling(**AS_IN_DOCUMENT, seed=seed))
     next(stream)

@@ -69,7 +69,7 @@ def _facts() -> list[Fact]:
 
 
 def _document(session: Session, facts: Sequence[Fact], n_tokens: int) -> Iterator[int]:
-    """Yield the tokens of the document; fact number i is planted at (i + 0.5) / 16 of them."""
+    """Yield tokens without end; fact number i is planted at (i + 0.5) / 16 of `n_tokens`."""
     sentences = [
         session.tokenize(sentence, add_bos=False)
         for text in read_texts("heldout_prose_*").values()

@@ -29,7 +29,7 @@ DIM = 128
 
 
 def session(model: str, n_ctx: int, freeze: str, threads: int, n_tokens: int) -> None:
-    """Print the memory of a session after its first micro-batch, and after a long text."""
+    """Print the memory of a session before a long text, after 600 tokens of it, and at its end."""
     with Session(
         model,
         n_ctx=n_ctx,

@@ -169,7 +169,7 @@ class Client:
 
 
 def soak(url: str, pid: int, options: argparse.Namespace) -> Tally:
-    """Let all clients send requests until --requests normal ones have begun; return the counts."""
+    """Let all clients send --requests requests, hostile ones included; return the counts."""
     tally, begun, lock = Tally(), 0, threading.Lock()
 
     every = max(1, options.requests // SAMPLES)

