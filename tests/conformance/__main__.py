@@ -57,7 +57,7 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 def shown(title: str, every: list[Case]) -> list[str]:
     """Print for each keyword our counts beside those of llguidance alone; return a line for each
-    failure.
+    failure, such as more rejections than those.
     """
     ours, theirs = table(every, schema_takes), table(every, plain)
     print(f"\n{title}: schemas, refused clearly, wrongly accepted, wrongly rejected")

@@ -60,8 +60,8 @@ def open_plain(model: Path, **options: Any) -> Session:
 
 
 def sentences(errors: str) -> list[str]:
-    """Return the notes that chat prints, except those about files and the missing template of tiny
-    models.
+    """Return the notes that chat prints, except those about answers that were cut, and about the
+    missing template of tiny models.
     """
     lines = [line for line in errors.splitlines() if line.startswith("entropykv: ")]
     notes = [line.removeprefix("entropykv: ") for line in lines if "raise -n" not in line]

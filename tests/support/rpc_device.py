@@ -29,7 +29,7 @@ def built_with_rpc() -> bool:
 
 
 def library(name: str) -> Any:
-    """Load a library of ggml, whose functions are used only if they return pointers or nothing.
+    """Load a library of ggml by its name, such as ggml-rpc.
 
     A wheel has copies instead of links. Only the file with a version in its name, which libllama
     itself loads, has the list of devices that llama.cpp looks at.
