@@ -26,8 +26,10 @@ path, options = sys.argv[1], json.loads(sys.argv[2])
 rows = []
 with Session(path, n_ctx=1024, n_ubatch=64, n_gpu_layers=99, kv_type="f16", **options) as session:
     session.decode([3 + i % 250 for i in range(2 * {N_PROMPT})])
+    session.stats()  # waits for the background
     before = counted()
     session.decode([3 + i % 250 for i in range({N_PROMPT})])
+    session.stats()
     rows.append((before, counted()))
     for _ in range({N_WRITTEN}):
         session.decode([5])
