@@ -36,7 +36,7 @@ RAYS_PATIENCE = 20
 
 
 class Load:
-    """Send requests without a pause, with more clients than a replica answers at a time."""
+    """Let `clients` clients send requests without a pause."""
 
     def __init__(self, served: Served, clients: int) -> None:
         self.replicas: set[str] = set()

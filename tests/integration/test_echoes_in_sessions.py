@@ -27,7 +27,7 @@ POLICIES = (
 
 
 class FirstHeads(OwnPolicy):
-    """Give the first KV head of every layer three times as many entries as the second; entries are
+    """Give the first KV head of every layer three times the weight of the second; entries are
     ranked by `reconstruct`.
     """
 
