@@ -29,7 +29,8 @@ struct Protection {
                oldest == other.oldest;
     }
     // Returns what is protected in a head whose recent window depends on its own budget: sinks and
-    // recent window together take at most half of the budget, but the window has one entry.
+    // recent window together take at most half of the budget; if sinks alone do, the window has at
+    // most one entry.
     Protection within(int budget) const {
         const int half = budget / 2 > n_sinks ? budget / 2 - n_sinks : 1;
         return {n_sinks, half < recent_window ? half : recent_window, oldest};

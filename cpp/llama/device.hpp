@@ -194,7 +194,7 @@ public:
     // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
     const std::map<int, std::string>& on_host() const { return on_host_; }
     // Returns the threads on which the host decides; no device computes on them. Throws
-    // std::runtime_error in a process that was forked, as background() does.
+    // std::runtime_error in a process that was forked, as begin_in_background() does.
     WorkerThreads& workers() { return workers_.get(); }
     // Begins work on a thread that decides while the devices compute, and which may ask workers(),
     // after what was begun before. Until end_background(), only that thread may ask workers() or

@@ -74,7 +74,8 @@ public:
     // the next step meanwhile.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
                  int n_drafts = 0, bool see_all = false);
-    // Must be called next, before begin_singles() or begin(). Throws as reserve() does.
+    // Must be called next, before begin_singles() or begin(). This and reserve() throw what
+    // HeadStore::reserve() and end_decisions() throw.
     void open_step();
     // begin_singles() or begin() must be called then, before the first node is computed. The first
     // one is for single tokens that llama.cpp's own graph reads, of one sequence or of several,
@@ -126,8 +127,8 @@ public:
     void settle_drafts(int n_accepted);
 
     // Waits for what is decided in the background, about this sequence and others of its devices.
-    // Must be called before ledger(), and functions that are told below to need it. Throws what the
-    // decisions have thrown, and as add_attention() does.
+    // Must be called before most_drafts() and the const functions below, except where these say
+    // otherwise. Throws what the decisions have thrown, and as add_attention() does.
     void end_decisions();
     // Completes the ledger with all that the devices know of its entries: about single tokens that
     // llama.cpp's own graph has read, it is not told at once.
@@ -162,7 +163,7 @@ public:
     int n_layers() const { return static_cast<int>(layers_.size()); }
     const HeadStore& ledger() const { return ledger_; }
     std::size_t entries() const { return ledger_.entries(); }
-    // Returns how many entries were evicted; unlike others, needs no end_decisions().
+    // Returns how many entries were evicted; needs no end_decisions().
     std::size_t evicted() const { return outcome_ ? outcome_->evicted : ledger_.evicted(); }
     void set_evicted(std::size_t n) { ledger_.components().common.evicted = n; }
     int budget(int layer, int head) const { return ledger_.head(layer, head).budget(); }

@@ -31,7 +31,7 @@ struct StoreSettings {
     KvType type = KvType::f16;
     ImportanceSettings importance;
     Protection protection{4, 1};
-    bool own_windows = false;     // protected: at most half of the head's own budget
+    bool own_windows = false;     // sinks and recent window: at most half of a head's budget
     bool counts_dropped = false;  // losses include dropped entries, unless they are frozen
     int max_tokens = 512;         // largest micro-batch
     int max_entries = 0;          // the context: no KV head keeps more
