@@ -54,9 +54,7 @@ def busy_loop(core: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cgroup(cores: float) -> Iterator[Path]:
-    """Make a cgroup with a quota of `cores` cores; yield the file to which its processes are
-    written.
-    """
+    """Make a cgroup with a quota of `cores` cores; yield the file that takes its processes."""
     quota = round(cores * _PERIOD)
     first = _CGROUPS / "cpu" / "cpu.cfs_quota_us"
     folder = (_CGROUPS / "cpu" if first.parent.is_dir() else _CGROUPS) / "entropykv-busy-machine"

@@ -45,9 +45,7 @@ class Style:
     filler: int
     system: str | None
     exact: bool
-    """If true, the answer must be the sentence word for word; else it must contain the fact's
-    value.
-    """
+    """If true, an answer must be the sentence word for word; else it must have the fact's value."""
     answer_tokens: int
 
 

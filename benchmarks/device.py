@@ -67,9 +67,7 @@ N_WARMED_UP = 1024
 
 
 class RepeatingWriter(TinyWriter):
-    """Draw and quantise a few rows of each matrix and repeat them, so that 8B weights take
-    seconds.
-    """
+    """Draw and quantise a few rows of each matrix and repeat them, so 8B weights take seconds."""
 
     def _normal(self, shape: Sequence[int], scale: float) -> FloatArray:
         if len(shape) == 1:
@@ -127,9 +125,7 @@ def measure(session: Session, length: int, written: int) -> tuple[float, float, 
 
 
 def padding_of(session: Session, n_ubatch: int) -> float:
-    """Return the fraction by which the rows on the device exceed the budgets and one
-    micro-batch.
-    """
+    """Return the fraction by which rows on the device exceed the budgets and one micro-batch."""
     stats = session.stats()
     n_entries = sum(map(sum, session.cache.budgets()))
     n_heads = sum(map(len, session.cache.budgets()))

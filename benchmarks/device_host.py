@@ -111,9 +111,7 @@ def least_of(
 
 
 def measure(sessions: Sequence[Session], options: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the figures of the last micro-batches of a prompt, and then of tokens of all
-    sessions.
-    """
+    """Return the figures of a prompt's last micro-batches, and then of tokens of all sessions."""
     prompt = tokens_of(N_UBATCH)
     chunks = options.rounds * options.chunks
     for session in sessions:

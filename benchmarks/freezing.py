@@ -92,9 +92,7 @@ def timed(session: Any, prompt: Sequence[int], n_tokens: int, seed: int) -> floa
 
 
 def frozen_run(session: Session, prompt: Sequence[int], n_tokens: int, seed: int) -> Run:
-    """Write an answer under the freezing schedule; returns its figures, and exits if nothing
-    freezes.
-    """
+    """Write an answer under a freezing schedule; returns its figures. Exits if nothing freezes."""
     session.reset()
     seconds = timed(session, prompt, n_tokens, seed)
     trajectory = session.cache.trajectory

@@ -59,9 +59,7 @@ def compare(
 
 
 def main() -> None:
-    """Print what a model loses with each of the ways, and how much better each is than no
-    profile.
-    """
+    """Print what a model loses in each of the ways, and how much better each is than none."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

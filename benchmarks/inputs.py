@@ -95,9 +95,7 @@ def find_model(path: str | None) -> str:
 
 
 def read_texts(pattern: str) -> dict[str, str]:
-    """Return the texts of benchmarks/texts whose file names match the pattern, by name without
-    suffix.
-    """
+    """Return the texts of benchmarks/texts whose file names match, by name without suffix."""
     return {path.stem: path.read_text(encoding="utf-8") for path in sorted(TEXTS.glob(pattern))}
 
 

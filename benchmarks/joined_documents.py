@@ -76,9 +76,7 @@ class Cells:
         llama_cpp.llama_memory_seq_add(self.memory, sequence, -1, -1, by)
 
     def remove(self, sequence: int, begin: int = -1, end: int = -1) -> None:
-        """Remove the positions from `begin` to `end` of a sequence; -1: from the start, or to the
-        end.
-        """
+        """Remove positions `begin` to `end` of a sequence; -1: from the start, or to the end."""
         if not llama_cpp.llama_memory_seq_rm(self.memory, sequence, begin, end):
             raise RuntimeError("llama.cpp cannot remove the positions")
 

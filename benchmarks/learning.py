@@ -53,9 +53,7 @@ def added(*parts: Lessons) -> Lessons:
 
 
 def measure(model: str, n_chunks: int) -> None:
-    """Fit predictors to the first chunks of each text, and print their correlation for other
-    texts.
-    """
+    """Fit predictors to the first chunks of each text; print their correlation for other texts."""
     with _EchoReader(model, 256 * n_chunks, "q8_0", 1) as reader:
         lessons = {name: _lessons_of(reader, name, n_chunks) for name in NAMES}
         values = reader.value_features

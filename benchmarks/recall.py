@@ -44,9 +44,7 @@ def cases(n_tokens: int, n_documents: int, n_questions: int) -> Iterator[Case]:
 
 
 def recall(session: Session, case: Case) -> list[bool]:
-    """Return whether each question is answered correctly; all start from the state after the
-    document.
-    """
+    """Return whether each question is answered right; all start from the document's state."""
     session.reset()
     session.decode(session.tokenize(case.document, add_bos=True))
     state = session.files.save_state()

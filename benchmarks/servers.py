@@ -177,9 +177,7 @@ def commands(
 
 
 def crowd(options: argparse.Namespace, model: Model, text: list[int]) -> None:
-    """Let more conversations of two turns begin than llama-server has room for, and print the
-    figures.
-    """
+    """Let more conversations of two turns begin than llama-server has room for; print figures."""
     n, half = options.crowd, options.write // 2
     turn = 24
     longest = -(-(options.prompt + turn + 2 * half + 1) // CELL_PADDING) * CELL_PADDING

@@ -38,9 +38,7 @@ PASSAGE, RECITED = 96, 640
 
 
 def write_thought(model: str, case: Case, seed: int, n_threads: int) -> list[int]:
-    """Return the tokens that the model writes after a document with all entries; no token ends the
-    text.
-    """
+    """Return what the model writes after a document with all entries; no token ends the text."""
     with Session(model, n_ctx=CONTEXT, kv_budget=1.0, n_threads=n_threads) as session:
         session.decode(session.tokenize(case.document, add_bos=True))
         ends = tuple(
@@ -104,9 +102,7 @@ def recite(options: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def _runs(options: argparse.Namespace) -> Iterator[tuple[float, str]]:
-    """Yield all pairs of a budget and a policy; with all entries, policies are equal, so only
-    one.
-    """
+    """Yield all pairs of budget and policy; with all entries, policies are equal, so only one."""
     for budget in options.kv_budgets:
         for policy in options.policies if budget < 1.0 else options.policies[:1]:
             yield budget, policy

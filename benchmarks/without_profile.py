@@ -72,9 +72,7 @@ def losses(reader: PassageReader, profile: EntropyProfile, cases: list[Case]) ->
 
 
 def taught_profile(path: str, lessons: list[tuple[int, ...]]) -> EntropyProfile:
-    """Return a profile that has measured nothing but the predictor that sessions learn from the
-    texts.
-    """
+    """Return a profile that has only the predictor that sessions learn from the texts."""
     geometry = read_geometry(path)
     bare = EntropyProfile(
         n_layer=geometry.n_layer,

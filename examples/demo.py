@@ -78,9 +78,7 @@ def examine(
 
 
 def outcome_of(cache: str, path: Path, item: RecallItem, tick: Callable[[int], object]) -> Outcome:
-    """Return what one cache knew and cost; all have the same context, model, document and
-    questions.
-    """
+    """Return what one cache knew and cost; all have the same context, model, text and questions."""
     n_ctx = max(RecallPart([item]).n_ctx, len(item.tokens) + WRITTEN_TOKENS)
     if cache == STOCK:
         stock = StockSession(path, n_ctx=n_ctx, n_threads=0)

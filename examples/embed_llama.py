@@ -1,6 +1,4 @@
-"""Use llama-cpp-python's interface inside a KV budget: chat, then put a loaded model into a
-budget.
-"""
+"""Use llama-cpp-python's interface in a KV budget: chat, then put a loaded model into a budget."""
 
 from __future__ import annotations
 

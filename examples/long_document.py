@@ -1,6 +1,4 @@
-"""Ask several questions about a long document, which is read once: each starts from the saved
-state.
-"""
+"""Ask several questions about a long document, read once: each starts from the saved state."""
 
 from __future__ import annotations
 

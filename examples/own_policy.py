@@ -63,9 +63,7 @@ class ByEntropy(OwnPolicy):
 
 
 def main(path: str) -> None:
-    """Read a text in a budget of a fifth of the context, and print how many entries every layer
-    keeps.
-    """
+    """Read a text in a budget of a fifth of the context; print how many entries layers keep."""
     with Session(path, n_ctx=512, kv_budget=0.2, policy=ByEntropy(sharpness=2.0)) as session:
         tokens = session.tokenize(TEXT * 40)[:400]
         session.decode(tokens)

@@ -180,9 +180,7 @@ def profile(tiny_llama: Path) -> EntropyProfile:
 
 @pytest.fixture
 def own_llama(tiny_llama: Path, tmp_path: Path) -> Path:
-    """Return a copy of tiny_llama, whose file the test may change, and from which nothing was
-    learnt.
-    """
+    """Return a copy of tiny_llama, which the test may change, and which has taught nothing."""
     return Path(shutil.copy(tiny_llama, tmp_path / "model.gguf"))
 
 

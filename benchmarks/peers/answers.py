@@ -48,9 +48,7 @@ def longest(questions: Sequence[Question]) -> int:
 
 
 def facts_passages(pattern: str, model: Model, size: FactsSize, seed: int) -> list[Passage]:
-    """Return the passages that `entropykv eval --passkeys` makes of the texts that match the
-    pattern.
-    """
+    """Return the passages that `entropykv eval --passkeys` makes of the texts that match."""
     items = recall_items(
         _texts(pattern),
         model,

@@ -22,9 +22,7 @@ RULER = "ruler"
 
 @dataclass(frozen=True)
 class Question:
-    """Hold a question that is asked after a prompt, and that was not known when the prompt was
-    read.
-    """
+    """Hold a question that is asked after a prompt, and was not known when that was read."""
 
     tokens: tuple[int, ...]
     n_answer: int

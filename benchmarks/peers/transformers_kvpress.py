@@ -65,9 +65,7 @@ class ContinuedReader:
         return self._continued.position
 
     def read(self, tokens: Sequence[int], all_logits: bool) -> Iterator[Logits]:
-        """Read all tokens in one pass; yield the logits of all, or of the last one: (n,
-        n_vocab).
-        """
+        """Read all tokens in one pass; yield the logits of all or of the last one: (n, n_vocab)."""
         logits = self._continued.read(tokens)
         yield logits if all_logits else logits[-1:]
 

@@ -1,6 +1,4 @@
-"""Describe tiny models of all architectures that llama.cpp decodes with, by their kind of
-memory.
-"""
+"""Describe tiny models of all architectures that llama.cpp decodes with, by kind of memory."""
 
 from __future__ import annotations
 

@@ -12,9 +12,7 @@ PerLayer = int | tuple[int, ...]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Describe one tiny model: the metadata that llama.cpp requires, and optional tensors that it
-    lacks.
-    """
+    """Describe one tiny model: metadata that llama.cpp requires, optional tensors that it lacks."""
 
     name: str
     architecture: str

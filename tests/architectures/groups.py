@@ -46,9 +46,7 @@ RWKV_7: Group = {
 
 
 def latent(rank: int, rope: int) -> Group:
-    """Return metadata of multi-head latent attention: K has `rank` + `rope` values, V its first
-    `rank`.
-    """
+    """Return metadata of latent attention: K has `rank` + `rope` values, V its first `rank`."""
     return {
         "attention.q_lora_rank": 32,
         "attention.kv_lora_rank": rank,

@@ -26,9 +26,7 @@ MOST_BYTES = 192 << 20
 
 
 def run_files(seed: int, folder: Path) -> str:
-    """Load files made from a saved session; returns a one-line description. Raises for broken
-    promises.
-    """
+    """Load files made from a saved session; returns a line about them, or raises Broken."""
     chance = random.Random(f"file {seed}")
     if chance.random() < 0.3:
         return _in_pool(chance, folder)

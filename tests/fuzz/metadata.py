@@ -47,9 +47,7 @@ _FORMATS = {
 
 @dataclass(frozen=True)
 class Header:
-    """Hold the parts of a GGUF file: the bytes of each key, of the tensors' headers, and of their
-    data.
-    """
+    """Hold the parts of a GGUF file: the bytes of each key, of tensors' headers, and of data."""
 
     name: str
     version: int
@@ -133,9 +131,7 @@ def blown_up(raw: bytes, name: str, chance: random.Random) -> bytes:
 
 
 def headers(folder: Path) -> list[Header]:
-    """Write tiny models of four architectures to `folder`; return their headers and a shipped
-    model's.
-    """
+    """Write four tiny models to `folder`; return their headers and a shipped model's."""
     writers = {"llama": write_llama, "bitnet": write_bitnet, "gemma": write_gemma}
     for name, write in writers.items():
         write(folder / f"{name}.gguf")

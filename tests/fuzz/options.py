@@ -52,9 +52,7 @@ def random_drafts(chance: random.Random, draft_model: Path) -> dict[str, Any]:
 
 
 def long_options(chance: random.Random, folder: Path) -> dict[str, Any]:
-    """Return options for heads of thousands of entries, above every block, page, cap or
-    table size.
-    """
+    """Return options: heads of thousands of entries, above any block, page, cap or table size."""
     freeze = random_freezing(chance, folder, share=0.8)
     return {
         "n_ctx": chance.choice((12_000, 30_000, LONGEST)),

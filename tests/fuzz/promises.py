@@ -221,9 +221,7 @@ class Watch:
         return recent
 
     def _oldest_seen(self, head: tuple[int, int]) -> int:
-        """Return the oldest position that the next token sees, or that llama.cpp's cache
-        can hold.
-        """
+        """Return the oldest position that the next token sees, or llama.cpp's cache can hold."""
         session = self.session
         if session.cache.store == "flat":
             shift = session._slot.store.shift

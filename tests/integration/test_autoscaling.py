@@ -86,9 +86,7 @@ class LongAnswer:
         raise AssertionError(f"an answer ended after {self.lines} lines")
 
     def goes_on(self, lines: int) -> bool:
-        """Tell whether more than `lines` lines have come; raise the error that ended the answer, if
-        any.
-        """
+        """Tell whether more than `lines` lines have come; raise an error that ended the answer."""
         if self._reading.done():
             self._reading.result()
         return self.lines > lines

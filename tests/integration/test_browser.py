@@ -374,9 +374,7 @@ def test_names_of_policies_are_shown_to_their_end(browser: Any) -> None:
 
 
 def one_answered(page: Watched, server: Server) -> tuple[Any, Any, Any]:
-    """Ask a question; return what the server sends then: the model, the state, and one
-    conversation.
-    """
+    """Ask a question; return what the server sends then: model, state, and one conversation."""
     page.settings(Longest_answer=4)
     page.ask(DEMO.question)
     page.finished()

@@ -174,9 +174,7 @@ def test_shorter_curves_than_wanted_are_told(
 def test_no_file_is_replaced_without_force(
     tiny_llama: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
-    """Without --force, no file is replaced: no calibrated profile, no learnt one, and no other
-    file.
-    """
+    """Without --force, no file is replaced: no calibrated profile, no learnt one, no other file."""
     output = tmp_path / "out.json"
     if content == "{":
         output.write_text(content, encoding="utf-8")

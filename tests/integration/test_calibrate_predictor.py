@@ -144,9 +144,7 @@ def documents(model: Path) -> list[list[int]]:
 
 
 def misled(predictor: ScorePredictor, layer: int, head: int) -> ScorePredictor:
-    """Return a predictor that favours no entry, except in one KV head, where it predicts the
-    opposite.
-    """
+    """Return a predictor that favours no entry, except that one KV head predicts the opposite."""
     weights = [np.zeros_like(of_layer) for of_layer in predictor.weights]
     for of_layer in weights:
         of_layer[:, -1] = -30.0

@@ -1,6 +1,4 @@
-"""Checkpoints of a pool allow rollback after evictions, and other sessions to continue
-from them.
-"""
+"""Checkpoints of a pool allow rollback after evictions, and other sessions to go on from them."""
 
 from __future__ import annotations
 

@@ -217,9 +217,7 @@ def test_the_server_does_what_its_description_says(
 
 
 def _shorten(case: Any) -> None:
-    """Limit a request to two tokens or to a second, because only the form of the answer is
-    tested.
-    """
+    """Limit a request to two tokens or to a second: only the form of the answer is tested."""
     # A value out of range stays, because the server must refuse it.
     if case.path == "/v1/kv/stream" and case.query.get("seconds", 3600) in range(1, 3601):
         case.query["seconds"] = 1

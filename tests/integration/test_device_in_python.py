@@ -1,6 +1,4 @@
-"""Threads that wait for decisions of the device store let a device that is written in Python
-answer.
-"""
+"""Threads that wait for decisions of the device store let a device written in Python answer."""
 
 from __future__ import annotations
 

@@ -835,9 +835,7 @@ def test_conversations_of_a_pool_read_as_they_read_alone(llama: Path) -> None:
 
 
 class Twins:
-    """Hold a conversation of a pool, and one outside it that reads the same text with the same
-    budget.
-    """
+    """Hold a conversation of a pool, and one outside with the same text and the same budget."""
 
     def __init__(self, pool: Pool, path: Path, text: list[int], **options: Any) -> None:
         """Open the two sessions; `options` are those of the pool, whose budget is a fraction."""

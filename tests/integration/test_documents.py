@@ -496,9 +496,7 @@ def test_options_that_do_not_go_with_a_document_are_refused(
 def test_a_server_goes_on_from_a_document_in_its_folder_of_slots(
     tmp_path: Path, parallel: tuple[Any, ...]
 ) -> None:
-    """A prompt of the document's text, a line break and a question continues from the restored
-    document.
-    """
+    """A prompt of the document's text, a line break and a question continues from the document."""
     source = tmp_path / "a.txt"
     source.write_text(TEXT)
     result = entropykv("read", source, "-m", MODEL, "-o", tmp_path / "book.kv", "-t", 1)

@@ -1,6 +1,4 @@
-"""A disk that is full fails only the document that needs room, not the server or other
-documents.
-"""
+"""A full disk fails only the document that needs room, not the server or other documents."""
 
 from __future__ import annotations
 

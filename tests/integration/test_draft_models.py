@@ -62,9 +62,7 @@ def test_a_text_is_the_same_with_a_draft_model(
 
 
 def test_the_same_model_knows_what_comes(pool_llama: Path) -> None:
-    """A model that drafts for itself with full caches is right, except where the sampled text
-    ends.
-    """
+    """A model that drafts for itself with full caches is right, except where sampled text ends."""
     given = options(spec_draft_model=pool_llama, kv_budget=1.0, kv_type="f16")
     with Session(pool_llama, **given) as session:
         make_cheap(session)

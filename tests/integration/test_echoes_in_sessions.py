@@ -44,9 +44,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES)
 
 @pytest.fixture
 def echoes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return a list that records, for every part of a micro-batch, its tokens of text and of the
-    echo.
-    """
+    """Return a list that records tokens of text and of the echo for each part of a micro-batch."""
     sizes: list[tuple[int, int]] = []
     decode = MicroBatch.decode_together
 

@@ -32,9 +32,7 @@ def example(name: str, *arguments: object) -> Result:
 
 
 def assert_only_the_model_is_missing(words: list[str], folder: Path) -> None:
-    """Run a command line of `serve` in another folder, and check that it lacks nothing but its
-    model.
-    """
+    """Run a command line of `serve` in another folder; check that only its model is missing."""
     moved = [re.sub(r"^(/models|/var/lib/entropykv)", str(folder), word) for word in words]
     result = entropykv(*moved)
     assert result.returncode == 2, result.stderr

@@ -294,9 +294,7 @@ def test_what_goes_wrong_is_said_in_a_sentence(
     arguments: tuple[str, ...],
     says: tuple[str, ...],
 ) -> None:
-    """An error of fetching is one sentence that says what to do; the many cases run in this
-    process.
-    """
+    """An error of fetching is one sentence that says what to do; all cases run in this process."""
     huggingface = constants.ENDPOINT
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(huggingface, hub.url)

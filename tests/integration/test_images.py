@@ -1,6 +1,4 @@
-"""Images are read inside the budget, with the logits of llama.cpp's helper, and evicted
-like text.
-"""
+"""Images are read inside the budget, with the logits of llama.cpp's helper, and evicted as text."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ KINDS = ("f16", "q8_0")
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a random llama that adds a large bias to the pair of key values that RoPE turns
-    slowest.
-    """
+    """Write a random llama that adds a large bias to the values of keys that RoPE turns slowest."""
     path = tmp_path_factory.mktemp("models") / "biased.gguf"
     write_llama(
         path,

@@ -1,6 +1,4 @@
-"""Every public 1.58-bit model is converted at a tiny size, and runs with a budget in both
-stores.
-"""
+"""Every public 1.58-bit model is converted at tiny size, and runs with a budget in both stores."""
 
 from __future__ import annotations
 

@@ -32,9 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_text")
 
 
 def read(own_llama: Path, tokens: list[int], **options: Any) -> str | None:
-    """Read a text in a session of its own; return the report about the learnt predictor, or
-    None.
-    """
+    """Read a text in a session of its own; return its report of the learnt predictor, or None."""
     with Session(own_llama, **{**INSIDE, **options}) as session:
         session.decode(tokens)
         fit = session.cache.predictor_fit

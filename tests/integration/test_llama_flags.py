@@ -107,9 +107,7 @@ PASTED = [line for line in _LINES.read_text("utf-8").splitlines() if not line.st
 
 
 def pasted(line: str, model: Path, folder: Path) -> tuple[str, list[str]]:
-    """Return our command for a line of llama.cpp, and its arguments with paths of existing
-    files.
-    """
+    """Return our command for a line of llama.cpp, and its arguments with existing files."""
     tool, *words = shlex.split(line)
     files = {"-m": model, "--model": model, "--grammar-file": folder / "json.gbnf"}
     for flag, path in files.items():

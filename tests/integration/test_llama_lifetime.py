@@ -179,9 +179,7 @@ def test_an_exception_of_on_evict_leaves_the_model_where_it_is(tiny_llama: Path)
 def test_an_interrupt_while_reading(
     tiny_llama: Path, store: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an interrupt in the second micro-batch, the first one counts, and the rest is read
-    again.
-    """
+    """After an interrupt in the second micro-batch, the first counts, the rest is read again."""
     llm = EntropyLlama(str(tiny_llama), n_ctx=512, n_ubatch=32, kv_budget=96, store=store, **QUIET)
     tokens = tokens_for(120)
     expected = content(llm(tokens, max_tokens=8, temperature=0.0))
@@ -281,9 +279,7 @@ def test_an_answer_that_was_left_cannot_go_on(tiny_llama: Path) -> None:
 
 
 def test_seeds_are_those_of_llama(tiny_llama: Path) -> None:
-    """Sampled texts equal those of llama_cpp.Llama, with a seed per call and with the model's
-    seed.
-    """
+    """Sampled texts equal those of llama_cpp.Llama, with a seed per call or with the model's."""
     arguments = {"n_ctx": 128, "seed": 7, **QUIET}
     ours = EntropyLlama(str(tiny_llama), kv_type="f16", **arguments)
     stock = Llama(str(tiny_llama), **arguments)

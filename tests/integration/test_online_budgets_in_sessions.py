@@ -125,9 +125,7 @@ def test_nothing_ever_exceeds_the_pool(uneven_llama: Path, policy: str, kv_type:
 @pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
 @pytest.mark.parametrize("n_tokens", [150, 300, 430])
 def test_a_prompt_fills_the_bytes(uneven_llama: Path, kv_type: str, n_tokens: int) -> None:
-    """A prompt fills the budget: no KV head drops entries while another one cannot fill its
-    share.
-    """
+    """A prompt fills the budget: no KV head drops entries while another cannot fill its share."""
     with session_of(uneven_llama, policy="adaptive", kv_type=kv_type) as session:
         session.decode(tokens_for(n_tokens))
         assert session.stats().entries_kept > 0.97 * 96 * 6

@@ -108,9 +108,7 @@ def test_what_is_forgotten_again_leaves_nothing(model: Any) -> None:
 
 
 def token_by_token(model: Any, compressed: Compressed) -> Any:
-    """Continue as kvpress's pipeline does: with its own masks, one token at a time; return the
-    logits.
-    """
+    """Continue as kvpress's pipeline does, by its own masks and token by token; return logits."""
     rows = []
     for index, token in enumerate(TOKENS):
         with torch.no_grad():

@@ -1,6 +1,4 @@
-"""A pool of one conversation gives it the logits of a session alone, and then takes the next
-one.
-"""
+"""A pool of one conversation gives it the logits of a session alone, then takes the next one."""
 
 from __future__ import annotations
 

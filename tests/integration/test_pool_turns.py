@@ -1,6 +1,4 @@
-"""Replicas with pools save each conversation after its turn, so that another replica can continue
-it.
-"""
+"""Replicas with pools save conversations after each turn, so that another can continue them."""
 
 from __future__ import annotations
 

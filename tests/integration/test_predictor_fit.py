@@ -95,9 +95,7 @@ def test_a_text_that_fits_teaches_nothing(
 
 @pytest.mark.usefixtures("patient")
 def test_what_was_held_before_is_predicted_then(tiny_llama: Path) -> None:
-    """Entries that another session had read before the predictor was fitted get predictions,
-    too.
-    """
+    """Entries that another session read before the predictor was fitted get predictions, too."""
     with Pool(tiny_llama, n_ctx=N_CTX, kv_budget=1200, n_sequences=3, n_threads=1) as pool:
         live, swapped, reader = (pool.session() for _ in range(3))
         for session in (live, swapped):

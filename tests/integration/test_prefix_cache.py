@@ -67,9 +67,7 @@ def read(
 def turn(
     prefix_cache: PrefixCache, tokens: list[int], caller: Caller = ANNA, n: int = 6
 ) -> tuple[list[int], int]:
-    """Answer a prompt; return prompt and answer, and the number of tokens of the prompt that were
-    read.
-    """
+    """Answer a prompt; return prompt and answer, and how many tokens of the prompt were read."""
     session = prefix_cache.take(tokens, caller)
     shared = common_prefix(session.tokens, tokens)
     if shared < session.position and not session.text.return_to_checkpoint(tokens, repeatable=True):
@@ -317,9 +315,7 @@ def test_a_fork_is_of_the_same_tenant(pool_llama: Path) -> None:
 
 
 def test_how_one_stands_is_told_between_steps(pool_llama: Path) -> None:
-    """The status of a session is read between steps; the caller waits while a step may change
-    it.
-    """
+    """The status of a session is read between steps; the caller waits while one may change it."""
     with pool_of(pool_llama, n_sequences=1, kv_budget=2 * N_CTX) as pool:
         session = pool.session()
         session.decode(SYSTEM)

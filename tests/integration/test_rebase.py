@@ -68,9 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def keys_at(path: Path, tokens: list[int], position: int, move_to: int) -> npt.NDArray[np.float32]:
-    """Return K of every layer and head, read at a position and moved to another: (heads,
-    n, dim).
-    """
+    """Return K of layers and heads, read at a position and moved to another: (heads, n, dim)."""
     with Session(path, n_ctx=TRAINED, kv_type="f16", n_threads=1, n_sinks=0) as session:
         session._slot.text.position = position
         session.decode(tokens)

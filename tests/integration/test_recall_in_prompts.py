@@ -136,9 +136,7 @@ def test_a_step_is_small_enough_for_its_queries(
 
 
 def test_a_longer_text_departs_where_it_would_be_cut(tiny_llama: Path) -> None:
-    """A longer text is cut at a whole micro-batch, not within the small steps at the end of a
-    prompt.
-    """
+    """A longer text is cut at a whole micro-batch, not within the small steps at a prompt's end."""
     tokens = tokens_for(600)
     with session_for(tiny_llama, kv_budget=1.0) as session:
         session.decode(tokens)

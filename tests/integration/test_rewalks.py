@@ -1,6 +1,4 @@
-"""Generation reads ahead and goes back to write tokens again, in sessions without frozen
-entries.
-"""
+"""Generation reads ahead and goes back to write tokens again, in sessions that freeze nothing."""
 
 from __future__ import annotations
 

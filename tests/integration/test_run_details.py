@@ -1,6 +1,4 @@
-"""`run` prints hints and notes besides the answer, and ends cleanly if its output is closed
-early.
-"""
+"""`run` prints hints and notes besides the answer, and ends cleanly if its output is closed."""
 
 from __future__ import annotations
 

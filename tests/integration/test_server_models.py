@@ -50,9 +50,7 @@ async def text_of(served: Running, model: str | None) -> str:
 
 
 async def streamed(served: Running, model: str) -> list[Any]:
-    """Return all chunks of a long answer, which ASGITransport delivers when the answer is
-    complete.
-    """
+    """Return all chunks of a long answer, which ASGITransport delivers when it is complete."""
     answer = await served.ask(model, **LONG, stream=True)
     assert answer.status_code == 200, answer.text
     lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]

@@ -57,9 +57,7 @@ def answer_of(model: Path, path: str, body: dict[str, Any], **options: Any) -> A
 
 
 def completed(model: Path, **body: Any) -> Any:
-    """Return the choice of a greedy completion, by default of a short prompt and at most 6
-    tokens.
-    """
+    """Return the choice of a greedy completion, by default of a short prompt and 6 tokens."""
     given = {"prompt": "the land", "max_tokens": 6, "temperature": 0.0, **body}
     return answer_of(model, COMPLETION, given)["choices"][0]
 

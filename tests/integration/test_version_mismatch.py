@@ -48,9 +48,7 @@ def test_it_was_built_against_what_is_here() -> None:
 
 @pytest.mark.needs("/proc/self/maps")
 def test_only_one_libllama_is_loaded_in_any_order_of_imports() -> None:
-    """Only one libllama is loaded; a second one would have its own log, thread pool and
-    backends.
-    """
+    """Only one libllama is loaded: a second one would have its own log, threads and backends."""
     for first in ("entropykv", "llama_cpp"):
         result = python(
             f"import {first}\nfrom entropykv import _core\nprint(open('/proc/self/maps').read())"

@@ -135,9 +135,7 @@ def test_other_bytes_change_what_is_kept_whole(uneven_llama: Path, policy: str) 
 
 
 def test_a_text_within_the_bytes_can_be_asked_again(uneven_llama: Path) -> None:
-    """After a text that fits the budget, an answer can be repeated without reading its prompt
-    again.
-    """
+    """After a text that fits the budget, an answer is repeated without reading its prompt again."""
     with session_of(uneven_llama, policy="adaptive") as session:
         session.decode(tokens_for(60))
         first = list(session.generate([], 20))

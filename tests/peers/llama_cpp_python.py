@@ -42,9 +42,7 @@ def models_in(folder: Path) -> dict[str, str]:
 
 
 def outcomes(sources: Path, models: dict[str, str], kind: str) -> dict[str, dict[str, str]]:
-    """Run the tests with llama_cpp.Llama, or EntropyLlama if `kind` is not empty; return the
-    report.
-    """
+    """Run the tests with llama_cpp.Llama, or EntropyLlama if `kind` is set; return the report."""
     work = sources.parent.resolve()
     report = work / f"report-{kind or 'Llama'}.json"
     report.unlink(missing_ok=True)

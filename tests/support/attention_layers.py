@@ -52,9 +52,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @dataclass
 class Layer:
-    """Hold one layer in the store and in the oracle; both read every micro-batch and are
-    compared.
-    """
+    """Hold one layer in the store and the oracle; both read every micro-batch and are compared."""
 
     kernel: str
     kv_type: str

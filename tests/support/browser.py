@@ -58,9 +58,7 @@ class Watched:
             self.foreign.append(request.url)
 
     def check(self, *expected: str) -> None:
-        """Assert that there were only `expected` errors and no foreign requests, and close the
-        page.
-        """
+        """Assert that there were only `expected` errors and no foreign requests; close the page."""
         wrong = [
             text for text in self.problems if not any(each in text for each in (ENDED, *expected))
         ]

@@ -52,9 +52,7 @@ def line_of(child: subprocess.Popen[str]) -> str:
 
 
 def started(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Start the command line; its output is piped as unbuffered text, unless options say
-    otherwise.
-    """
+    """Start the command line; its output is piped as unbuffered text, or as options say."""
     usual: dict[str, Any] = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,

@@ -45,9 +45,7 @@ def draft_with(session: Session, oracle: Oracle) -> Drafting:
 
 
 def held(session: Session) -> list[Any]:
-    """Return the tokens of a session with a headwise store, and everything that its KV heads
-    hold.
-    """
+    """Return a headwise session's tokens, evictions, and everything that its KV heads hold."""
     heads = [
         (layer, head)
         for layer, row in enumerate(session.cache.budgets())

@@ -1,6 +1,4 @@
-"""Serve a small Hugging Face Hub on the loopback interface, with the routes
-huggingface_hub uses.
-"""
+"""Serve a small Hugging Face Hub on the loopback interface, with huggingface_hub's routes."""
 
 from __future__ import annotations
 
@@ -97,9 +95,7 @@ class FakeHub:
         return self.add(name, files, **how)
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """Return environment variables for a process that uses this hub, and `cache` as its
-        cache.
-        """
+        """Return environment variables for a process with this hub, and `cache` as its cache."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(cache),

@@ -61,9 +61,7 @@ class I2sModel:
     extra: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Draw random weights; about a third of them are zero, and the scales are not exact in
-        F16.
-        """
+        """Draw random weights; about a third of them are zero, and scales are not exact in F16."""
         random = np.random.default_rng(self.seed)
         for layer in range(self.n_layer):
             for name in PROJECTIONS:

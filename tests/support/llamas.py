@@ -50,9 +50,7 @@ def both(model: Path, store: str) -> Iterator[tuple[EntropyLlama, Llama]]:
 
 
 def small(model: Path, store: str) -> Iterator[EntropyLlama]:
-    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32; close it at the
-    end.
-    """
+    """Open an EntropyLlama that keeps 64 of 512 tokens, in micro-batches of 32; close it."""
     made = EntropyLlama(str(model), n_ctx=512, kv_budget=64, n_ubatch=32, store=store, **QUIET)
     yield made
     made.close()

@@ -124,9 +124,7 @@ class ModelReference:
 def log_probabilities_after(
     path: Path, text: list[int], first: int, hidden: dict[int, Array] | None = None
 ) -> Array:
-    """Return log-probabilities from position `first` on, (n, n_vocab), by a llama whose cache is
-    f16.
-    """
+    """Return log-probabilities from `first` on, (n, n_vocab), by a llama whose cache is f16."""
     model = ModelReference(path, "silu")
     model.stored = round_f16
     model.hidden = hidden or {}

@@ -25,9 +25,7 @@ from tests.support.stores import (
 
 @dataclass
 class Layers:
-    """Hold a store and the oracle of its heads; with `shared`, the heads of a layer choose
-    together.
-    """
+    """Hold a store and the oracle of its heads; if `shared`, heads of a layer choose together."""
 
     rules: Rules
     budgets: list[int]

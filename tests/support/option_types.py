@@ -30,9 +30,7 @@ _OF_LLAMA = ("n_ubatch", "n_gpu_layers")
 
 
 def arguments() -> str:
-    """Return Python classes that list keyword arguments, with the types of the fields of
-    CacheOptions.
-    """
+    """Return Python classes that list keyword arguments, with the types of CacheOptions' fields."""
     types = {field.name: field.type for field in fields(CacheOptions)}
     parts = []
     for name, what, groups in _DOORS:

@@ -50,9 +50,7 @@ class ThreeNodes:
 
 @contextmanager
 def three_nodes() -> Iterator[ThreeNodes]:
-    """Run a cluster in a process of its own, because Ray allows a process to be in one cluster
-    only.
-    """
+    """Run a cluster in its own process, because Ray allows a process to be in one cluster only."""
     # A busy machine starts Ray Serve's proxy more slowly than Ray allows by default.
     environment = {**os.environ, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120"}
     process = subprocess.Popen(

@@ -38,9 +38,7 @@ class Served:
             time.sleep(0.2)
 
     def ask(self, prompt: str, name: str | None = None, **fields: Any) -> tuple[str, str, int]:
-        """Return the answer, the name of the replica, and the number of prompt tokens that it has
-        read.
-        """
+        """Return the answer, the replica's name, and how many prompt tokens it has read."""
         body = {"prompt": prompt, "max_tokens": 4, "temperature": 0.0, **fields}
         headers = {} if name is None else {"X-Session-Id": name}
         deadline = time.monotonic() + 120

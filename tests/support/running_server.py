@@ -83,9 +83,7 @@ class Server:
         return self.get("/v1/kv").json()
 
     def idle_figures(self, seconds: float) -> Any:
-        """Return the metrics once no request is running; fails if that takes longer than
-        `seconds`.
-        """
+        """Return the metrics once no request runs; fails if that takes longer than `seconds`."""
         deadline = time.monotonic() + seconds
         while (figures := self.kv())["requests"]["waiting"]:
             assert time.monotonic() < deadline, "the generation went on"

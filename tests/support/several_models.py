@@ -27,9 +27,7 @@ WORDS = {"prompt": "The old garden", "max_tokens": 6, "temperature": 0.0}
 
 
 def write_models(directory: Path, *names: str) -> None:
-    """Write tiny models with different weights under these names; one named "broken" is
-    truncated.
-    """
+    """Write tiny models with different weights under these names; "broken" is truncated."""
     for seed, name in enumerate(names):
         path = directory / f"{name}.gguf"
         write_llama(path, seed=seed)
@@ -85,9 +83,7 @@ class Running:
         return await self.client.post("/v1/completions", json={**WORDS, **named, **fields})
 
     async def ask_and_leave(self, model: str, leaves: asyncio.Event) -> int:
-        """Ask as a client that disconnects once the event is set; return the status of the
-        answer.
-        """
+        """Ask as a client that disconnects once the event is set; return the answer's status."""
         body = json.dumps({**WORDS, "model": model}).encode()
         messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
         statuses: list[int] = []

@@ -53,9 +53,7 @@ def test_what_the_model_said_has_its_thoughts_and_calls() -> None:
 
 
 def test_the_number_that_a_client_changes_in_every_request_is_left_out() -> None:
-    """A number that changes in every request is removed, so that prompts of Claude Code begin
-    alike.
-    """
+    """A number that changes in every request is removed: prompts of Claude Code begin alike."""
     line = "x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={};You are"
     first, second = (
         chat_fields({"role": "user", "content": "a"}, system=[{"type": "text", "text": text}])

@@ -73,9 +73,7 @@ def test_v_cannot_be_more_than_the_k_that_it_is_a_part_of() -> None:
 def test_layers_that_attend_to_the_same_entries(
     kernel: str, kv_type: str, n_readers: int, group: int, window: dict[str, Any]
 ) -> None:
-    """Layers that share K and V see every entry, and the attention that they give to an entry adds
-    up.
-    """
+    """Layers that share K and V see every entry, and what they give to an entry adds up."""
     layer = Layer(kernel, kv_type, group=group, readers=n_readers, slack=2.0, **window)
     layer.check([70, 1, 5, 1, 1, 1, 130])
 

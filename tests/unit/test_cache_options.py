@@ -171,9 +171,7 @@ def test_attach_leaves_to_the_model_what_is_its_own() -> None:
 
 
 def test_a_resolved_config_says_what_a_session_follows(tiny_llama: Path) -> None:
-    """Every figure of a resolved config, which needs no loaded model, equals that of the
-    session.
-    """
+    """Every figure of a resolved config, which needs no loaded model, is that of the session."""
     for options in (
         CacheOptions(n_ctx=96, kv_budget=0.5),
         CacheOptions(n_ctx=96, kv_budget=48, freeze="ram"),
@@ -222,9 +220,7 @@ def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFi
 
 
 def test_the_token_of_a_probe_lives_while_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of a probe's token is not reused by objects that are created before it is
-    decoded.
-    """
+    """The memory of a probe's token is not reused by objects that are made before it is decoded."""
     seen = []
 
     def decode(_context: Any, batch: Any) -> int:

@@ -1,6 +1,4 @@
-"""Texts are chosen, rows averaged, results read and profiles shown correctly; no model is
-needed.
-"""
+"""Texts are chosen, rows averaged, results read and profiles shown correctly, without a model."""
 
 from __future__ import annotations
 

@@ -88,9 +88,7 @@ def test_the_version_stands_once() -> None:
 
 
 def test_pages_of_the_reference_come_from_the_code() -> None:
-    """The generated pages of the reference list what the code has; a process of its own makes
-    them.
-    """
+    """The generated pages of the reference list what the code has; another process makes them."""
     pytest.importorskip("mkdocs")
     script = (
         "import sys; sys.path.insert(0, 'docs'); import generated_pages as pages; "

@@ -1,6 +1,4 @@
-"""Wrong drafts in a store leave nothing behind, and right ones have the results of single
-tokens.
-"""
+"""Wrong drafts in a store leave nothing behind, and right ones have results of single tokens."""
 
 from __future__ import annotations
 

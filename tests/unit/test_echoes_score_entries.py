@@ -230,9 +230,7 @@ def test_micro_batches_too_small_for_a_stretch_are_larger() -> None:
 
 
 def test_losses_of_an_echo_alone_are_relative_to_its_outputs() -> None:
-    """Losses of an echo alone are relative to its outputs: ten times larger values do not change
-    them.
-    """
+    """Losses of an echo alone are relative to its outputs: tenfold values do not change them."""
     random = np.random.default_rng(8)
     q, k, v = (
         random.standard_normal((160, heads, DIM), np.float32)

@@ -16,9 +16,7 @@ class DiedError(Exception):
 
 
 class Answer:
-    """Stand in for the handle of the replicas: each answer sends the messages, then fails or goes
-    on.
-    """
+    """Stand in for the handle of the replicas: answers send the messages, then fail or go on."""
 
     def __init__(self, *messages: dict[str, Any], died: bool) -> None:
         self.messages, self.died = messages, died

@@ -63,9 +63,7 @@ def test_impossible_biases_are_refused(
 
 
 def biases(n_heads: int, k_dim: int) -> Array:
-    """Return biases [n_heads][k_dim] that are large in a few channels, which differ between KV
-    heads.
-    """
+    """Return biases [n_heads][k_dim]: large in a few channels, which differ between KV heads."""
     bias = np.random.default_rng(7).standard_normal((n_heads, k_dim)).astype(np.float32)
     for head in range(n_heads):
         bias[head, [1 + head, k_dim // 2 + head]] = 150.0, -90.0

@@ -77,9 +77,7 @@ def grown(before: LearntPredictor, n_tokens: int, seed: int) -> LearntPredictor:
 
 
 def test_what_two_processes_add_at_once_counts_together(tmp_path: Path) -> None:
-    """What two processes add counts together, although both read the file before one of them wrote
-    it.
-    """
+    """What two processes add counts together, though both read the file before one wrote it."""
     file = LearntFile(tmp_path / "a.predictor.json")
     begin = predictor(1)
     file.keep(begin)

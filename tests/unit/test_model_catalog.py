@@ -22,9 +22,7 @@ from entropykv.server.models.catalog import models_in
 
 
 def catalog_of(*words: object) -> Any:
-    """Return what `entropykv serve` makes of these arguments: a catalog, or the options of one
-    model.
-    """
+    """Return what `entropykv serve` makes of arguments: a catalog, or the options of one model."""
     parser = CommandParser(prog="entropykv")
     add_serve(parser.add_subparsers())
     found: argparse.Namespace = parser.parse_args(["serve", *map(str, words)])

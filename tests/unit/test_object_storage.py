@@ -182,9 +182,7 @@ def test_a_copy_that_a_killed_process_has_begun_is_removed_by_the_next_one(tmp_p
 def test_a_reader_of_a_storage_of_files_keeps_the_version_that_it_has_opened(
     tmp_path: Path,
 ) -> None:
-    """A reader keeps the version that it has opened, because a mapped file must never be
-    overwritten.
-    """
+    """A reader keeps the version that it has opened: a mapped file must never be overwritten."""
     folder = DocumentFolder(tmp_path / "one", None, ObjectStorage((tmp_path / "kept").as_uri()))
     write(folder, "book", b"first version")
     stored = tmp_path / "kept" / "user" / "book.kv"

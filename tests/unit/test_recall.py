@@ -59,9 +59,7 @@ def store_with_a_needle(
 def test_what_a_query_looks_for_is_there_in_the_same_step(
     n_tokens: int, softcap: float, where: str, needle: int
 ) -> None:
-    """A frozen key to which the queries point is recalled in the same step; the head is not
-    full.
-    """
+    """A frozen key to which queries point is recalled in the same step; the head is not full."""
     with tempfile.TemporaryFile() as file:
         descriptor = file.fileno() if where == "disk" else -1
         freezing = freeze_settings(recall=1, descriptor=descriptor)

@@ -63,9 +63,7 @@ class Pair(WithOracle):
         self.set_budgets(self.budgets, 0)
 
     def set_predictor(self) -> None:
-        """Set weights that predict shares mostly from 1e-6 to 1; the heads of a layer have the
-        same.
-        """
+        """Set weights that predict shares mostly from 1e-6 to 1, the same for heads of a layer."""
         for layer, (_, n_head_kv, _, _) in enumerate(SHAPES):
             n = self.store.predictor_features(layer)
             weights = self.random.standard_normal(n, np.float32) * np.float32(0.4)

@@ -36,9 +36,7 @@ def rows() -> list[list[str]]:
 
 
 def place(name: str) -> tuple[int, int]:
-    """Return the row of a folder and its place in the row; modules in no folder are at the
-    bottom.
-    """
+    """Return the row of a folder and its place in that; modules in no folder are at the bottom."""
     for row, folders in enumerate(rows()):
         if name in folders:
             return row, folders.index(name)

@@ -133,9 +133,7 @@ def test_a_thought_is_shown_as_it_comes() -> None:
 
 
 def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
-    """Return a counter of thoughts whose tokens are bytes; the end of a thought is three of
-    them.
-    """
+    """Return a counter of thoughts whose tokens are bytes; the end of one is three of them."""
     tags = ThoughtTags("<", "..>")
     return ThoughtCounter(
         tags, lambda token: bytes([token]), opened=opened, budget=budget, ending=b"..>"
@@ -143,9 +141,7 @@ def counter(*, opened: bool = False, budget: int = -1) -> ThoughtCounter:
 
 
 def write(count: ThoughtCounter, text: bytes) -> bytes:
-    """Return the text that is written if the model chooses `text`, some of which the budget
-    replaces.
-    """
+    """Return what is written if the model chooses `text`; the budget replaces parts of it."""
     written = b""
     for wanted in text:
         token = wanted if count.forced is None else count.forced

@@ -124,9 +124,7 @@ def test_cores_that_nobody_uses_are_left_to_others() -> None:
 
 
 def test_costs_decide_and_not_what_others_use() -> None:
-    """Measured times decide, and not what others use: here, others use only what these threads
-    leave.
-    """
+    """Measured times decide, not what others use: here, others use only what threads leave."""
     machine = Machine(ThreadChoice(2, 2), cores=2)
     machine.others, machine.waiting = 1, 1.0
     machine.choice.note_others(1.0)
@@ -177,9 +175,7 @@ def test_they_do_so_later_where_the_system_says_nothing_of_others() -> None:
 
 
 def test_more_threads_than_a_quota_counts_are_kept_if_they_are_faster() -> None:
-    """More threads than a quota allows for are kept if they are faster: 2.5 cores count as 2 of
-    4.
-    """
+    """More threads than a quota allows for are kept if they are faster: 2.5 cores count as 2."""
     machine = Machine(ThreadChoice(4, 2), cores=3)
     assert machine.choice.way == Way(2)
     machine.run(20.0)

@@ -62,9 +62,7 @@ def oldest_seen(query_position: int, window: int, chunked: bool) -> int:
 
 
 def visible(query_positions: Ints, positions: Ints, options: Options) -> Bools:
-    """Return whether each query sees each entry, [n][T]: not a later one, nor one outside its
-    window.
-    """
+    """Return whether queries see entries, [n][T]: not later ones, nor those outside a window."""
     window = (options.window, options.chunked)
     oldest = np.array([oldest_seen(int(query), *window) for query in query_positions])
     seen = positions[None, :] <= query_positions[:, None]
@@ -81,9 +79,7 @@ def biased(logits: Floats, queries: Ints, positions: Ints, options: Options) -> 
 
 
 def given(measure: str, weights: Floats, logits: Floats) -> Floats:
-    """Return what each query gives to each entry by a measure; nothing to entries that it cannot
-    see.
-    """
+    """Return what each query gives to each entry by a measure; nothing to those it cannot see."""
     return {
         "mass": weights**2,
         "attention": weights,

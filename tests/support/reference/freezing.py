@@ -74,9 +74,7 @@ class FreezingHead(ReferenceHead):
         first_position: int,
         options: Options,
     ) -> Attention:
-        """Read as a head without freezing does, and record what queries gave to entries, for
-        settle().
-        """
+        """Read as a head without freezing, and record for settle() what queries gave to entries."""
         self.n_stored = len(self.positions)
         result = super().read(q, k, v, first_position, options)
         self.given = result.observed[-self.rules.observation_window :]
@@ -125,9 +123,7 @@ class FreezingHead(ReferenceHead):
         return n
 
     def truncate(self, position: int) -> None:
-        """Forget what was read from `position` on; timers continue as if that had never been
-        read.
-        """
+        """Forget what was read from `position` on; timers continue as if that was never read."""
         super().truncate(position)
         now = position - 1
         self.detections = {p: d for p, d in self.detections.items() if p < position}

@@ -32,9 +32,7 @@ from tests.support.reference.values import Bools, Floats, Ints, stored, stored_v
 
 
 class Schedule(NamedTuple):
-    """Hold the settings of section 3 of Metinov et al., with the names in
-    cpp/decide/freezing.hpp.
-    """
+    """Hold the settings of section 3 of Metinov et al., named as in cpp/decide/freezing.hpp."""
 
     window: int = 32
     threshold: float = 1.0
@@ -266,9 +264,7 @@ class ReferenceHead:
         self._keep(kept)
 
     def _leave_window(self, margin: int) -> None:
-        """Drop entries that no later query sees, except for `margin` positions if the budget has
-        room.
-        """
+        """Drop entries that no later query sees, but not `margin` positions if there is room."""
         newest = int(self.positions.max())
         oldest = oldest_seen(newest + 1, self.window, self.chunked)
         if (self.positions >= oldest - margin).sum() <= self.budget:
