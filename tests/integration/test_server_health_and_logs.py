@@ -106,6 +106,7 @@ async def test_the_server_listens_while_it_loads() -> None:
         while not sent:
             await asyncio.sleep(0.01)
         loading = await client.get("/health")
+        ollama, anthropic = await client.get("/api/tags"), await client.post("/v1/messages")
         ready.set()
         await loaded.wait()
         healthy, keyless = await client.get("/health"), await client.get("/v1/models")
@@ -113,6 +114,9 @@ async def test_the_server_listens_while_it_loads() -> None:
     await life
     assert loading.status_code == 503
     assert loading.json()["error"]["code"] == "model_loading"
+    assert (ollama.status_code, anthropic.status_code) == (503, 503)
+    assert ollama.json() == {"error": loading.json()["error"]["message"]}
+    assert anthropic.json()["type"] == "error"
     assert healthy.json() == {"status": "ok"}
     assert keyless.status_code == 401
 

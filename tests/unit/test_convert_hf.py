@@ -392,6 +392,14 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
         refused(source, target, f"tokenizer.model: .*{message}")
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="the system has no such file")
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to("/proc/self/mem")
+    refused(source, tmp_path / "out.gguf", "hf/tokenizer.json: cannot be read")
+
+
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581th", -1.0, 1)]
 PIECES += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
 

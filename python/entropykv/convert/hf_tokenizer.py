@@ -121,7 +121,7 @@ def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
 
     Reads a tokenizer.json of byte-level BPE, or else the tokenizer.model of sentencepiece;
     check_tokenizer() has found one of them. Raises UnsupportedModelError for another kind of
-    tokenizer, and ModelFileError for a damaged one.
+    tokenizer, and ModelFileError for one that is damaged or cannot be read.
     """
     bpe, sentencepiece = (directory / name for name in _FILES)
     path = sentencepiece
@@ -143,6 +143,10 @@ def add_tokenizer(writer: GGUFWriter, directory: Path, n_vocab: int) -> None:
         path = sentencepiece
         _add_sentencepiece(writer, directory, read_pieces(path.read_bytes()), n_vocab)
         _add_special(writer, directory, n_vocab, load_merges=False)
+    except OSError as error:
+        raise ModelFileError(
+            f"{error.filename or path}: cannot be read ({error.strerror or error})"
+        ) from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelFileError(
             f"{path}: is damaged ({reason_of(error)}); download it again"

@@ -70,6 +70,9 @@ _DESCRIPTION = (
     "llama_cpp.server."
 )
 
+FORMS: dict[str, Form] = {OLLAMA_PATH: ollama_error, ANTHROPIC_PATH: anthropic_error}
+"""The function that converts errors of the paths whose API has another form than OpenAI's."""
+
 
 class _Tokenize(TokenizeInputRequest):
     """A text that is tokenised, and the name of the model."""
@@ -247,8 +250,7 @@ def _add_middleware(app: FastAPI, server: ServerOptions, models: ModelRegistry, 
             allow_headers=["*"],
         )
     app.add_middleware(HostHeaderCheck, host=server.host, allowed=server.allowed_hosts)
-    forms: dict[str, Form] = {OLLAMA_PATH: ollama_error, ANTHROPIC_PATH: anthropic_error}
-    app.add_middleware(ErrorForms, forms=forms, root_path=server.root_path)
+    app.add_middleware(ErrorForms, forms=FORMS, root_path=server.root_path)
     app.add_middleware(RequestLog)
 
 

@@ -24,8 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from entropykv import system
 from entropykv.errors import SettingsError
 from entropykv.server.engine.engine import Engine
-from entropykv.server.http.app import create_app
-from entropykv.server.http.errors import RequestError
+from entropykv.server.http.app import FORMS, create_app
+from entropykv.server.http.errors import ErrorForms, RequestError
 from entropykv.server.http.request_log import write_requests_to_stderr
 from entropykv.server.models.catalog import ModelCatalog
 from entropykv.server.options import ModelOptions, ServerOptions
@@ -141,9 +141,14 @@ class Starting:
     waits for the model.
     """
 
-    def __init__(self, make: Callable[[], FastAPI], *, page: bool = True) -> None:
-        """Take `make`, which is called when the server's lifespan begins."""
+    def __init__(
+        self, make: Callable[[], FastAPI], *, page: bool = True, root_path: str = ""
+    ) -> None:
+        """Take `make`, which is called when the server's lifespan begins. `root_path`: the prefix
+        that paths may have behind a proxy.
+        """
         self._make = make
+        self._root_path = root_path
         self.page = page
         """True if there is a page at /."""
         self.when_done: Callable[[], None] = lambda: None
@@ -167,7 +172,7 @@ class Starting:
             )
             answer = error.response()
             answer.headers["retry-after"] = "1"
-            await answer(scope, receive, send)
+            await ErrorForms(answer, FORMS, self._root_path)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Start loading when the server starts, and free the model when it stops."""
@@ -227,7 +232,9 @@ def serve(
     """
     with _listening_socket(server) as listener:
         _give_memory_back()
-        app = Starting(lambda: create_app(model, server, page), page=server.web)
+        app = Starting(
+            lambda: create_app(model, server, page), page=server.web, root_path=server.root_path
+        )
         seconds = _SECONDS_TO_FINISH + server.drain_seconds
         config = uvicorn.Config(
             app,
