@@ -198,9 +198,7 @@ def learnt_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def pool_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with Q8_0 weights, whose products do not depend on other sequences in the
-    batch.
-    """
+    """A random llama in Q8_0, whose products do not depend on other sequences in the batch."""
     path = tmp_path_factory.mktemp("models") / "pool.gguf"
     write_llama(path, weight_type="Q8_0", n_layer=3, n_head=4, n_head_kv=2, head_dim=32, n_ff=64)
     return path

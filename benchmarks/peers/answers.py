@@ -1,6 +1,4 @@
-"""Ask questions about a text after it was read: facts that were planted into it, or RULER's
-tasks.
-"""
+"""Ask questions about a text after it was read: facts planted into it, or RULER's tasks."""
 
 from __future__ import annotations
 

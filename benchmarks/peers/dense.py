@@ -36,9 +36,7 @@ class Compressed:
     kept: float
     """The share of the prompt's entries that attention uses."""
     held: float
-    """The share of the prompt's entries in memory; it is larger if evicted entries are
-    only masked.
-    """
+    """The share of the prompt's entries in memory; larger if evicted entries are only masked."""
 
 
 def attentions(model: Any) -> list[Any]:

@@ -23,9 +23,7 @@ BLOCK = 32
 """The tokens of a block on the CPU; all sizes are multiples of it."""
 SINKS = 32
 RECENT_SHARE = 128 / 672
-"""The share of the cache that is for recent tokens, as in the default configuration of the
-library.
-"""
+"""The share of the cache that is for recent tokens, as in the library's default configuration."""
 EXACT_HINTS = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f16"}
 SPEED_HINTS: dict[str, dict[str, str]] = {
     "full cache, its own precisions": {},

@@ -11,9 +11,7 @@ AGREEMENT = "agreement"
 GREEDY = "greedy"
 """The measure of how many greedy tokens equal those of the framework's own full cache."""
 SPEED = "speed"
-"""The measure of speed: tokens per second of reading the prompt, and of writing greedily after
-it.
-"""
+"""The measure of speed: tokens per second of reading the prompt, and of greedy writing after it."""
 FACTS = "facts"
 """The measure of how many planted facts are known after the text was read."""
 RULER = "ruler"

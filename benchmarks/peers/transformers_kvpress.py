@@ -23,9 +23,7 @@ from entropykv.evaluation.stock import StockSession
 from entropykv.llamacpp.distributions import Logits
 
 FULL = "full cache, against llama.cpp's"
-"""The name of the row that shows how much the frameworks' full caches differ with the same
-weights.
-"""
+"""The name of the row for how much the frameworks' full caches differ with the same weights."""
 FULL_CACHE = "full cache"
 """The name of the row of scores without a press."""
 

@@ -1,3 +1,1 @@
-"""Check which schemas of the JSON-Schema-Test-Suite are refused or enforced wrongly: see
-__main__.py.
-"""
+"""Check what schemas of the JSON-Schema-Test-Suite are refused or enforced wrongly: __main__.py."""

@@ -27,9 +27,7 @@ SLOW = slice(6, None)
 
 
 def two_topics(folder: Path) -> str:
-    """Ask a head that is full of one topic for another one, of which more is frozen than a step
-    recalls.
-    """
+    """Ask a head full of one topic for another one, of which more is frozen than a step recalls."""
     options = {
         "n_ctx": 2**20,
         "kv_budget": 2_600,

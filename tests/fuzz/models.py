@@ -19,9 +19,7 @@ WIDE_GROUPS = (
     model("deci", ((72, 4, 8), (1, 2, 1), 16), name="deci-72", layers=3),
     model("deci", ((4, 130), (2, 1), 16), name="deci-130", layers=2),
 )
-"""Models with more query heads per KV head than a tile of attention rows holds, and layers with
-few.
-"""
+"""Models with more query heads per KV head than a tile of attention rows, and layers with few."""
 ARCHITECTURE_SHARE = 0.35
 """The share of runs with models of other architectures than llama."""
 

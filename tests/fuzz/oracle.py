@@ -16,9 +16,7 @@ class Oracle(ModelReference):
     """Compute a llama whose K and V of earlier tokens are those in a session's headwise store."""
 
     rounding = 3e-2
-    """The tolerance for K and V that are rounded once more, and weights that llama.cpp multiplies
-    in f16.
-    """
+    """The tolerance for K and V that are rounded again, and weights multiplied in f16."""
 
     def __init__(self, model: FuzzModel, session: Session) -> None:
         """Read the weights; Oracle.of() tells whether the model is supported."""

@@ -38,9 +38,7 @@ MOST_HEALTH_SECONDS = 1.0
 IDLE_SECONDS = 30.0
 """Seconds after the last request in which everything must have ended."""
 SPARE_SECONDS = 20.0
-"""Seconds until spare threads and closed connections are gone; the event loop keeps a few
-threads.
-"""
+"""Seconds until spare threads and closed connections are gone; the event loop keeps a few."""
 MORE_BYTES = 64 << 20
 """How many bytes the process may grow in the second half of the requests."""
 _ANY = 10**6
@@ -58,9 +56,7 @@ FREED_AT_ONCE = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
     "MALLOC_MMAP_THRESHOLD_": "65536",
 }
-"""Environment variables that make the C library return freed memory at once, so that leaks are
-visible.
-"""
+"""Environment variables by which the C library returns freed memory at once, so that leaks show."""
 
 WATCH = r"""
 import http.client, sys, time

@@ -1,6 +1,4 @@
-"""With real vocabularies, grammars allow the tokens that llama.cpp allows, and answers follow
-schemas.
-"""
+"""With real vocabularies, grammars allow what llama.cpp allows, and answers follow schemas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A document whose deletion was confirmed is gone, and its name is free for another text at
-once.
-"""
+"""A document whose deletion was confirmed is gone, and its name is free for a new text at once."""
 
 from __future__ import annotations
 

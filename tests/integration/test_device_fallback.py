@@ -152,9 +152,7 @@ def test_sums_that_a_device_does_not_compute_as_products_are_computed_there(llam
 def test_attention_that_copies_its_rows_gets_the_room_that_it_needs(
     llama: Path, kv_type: str, options: dict[str, int]
 ) -> None:
-    """The device has room for copied rows of the store's cache, which has more rows than
-    llama.cpp's own.
-    """
+    """The device has room for copied rows of the store's cache, more than llama.cpp's own."""
     given: dict[str, Any] = {"kv_budget": 48, "kv_type": kv_type, **options}
     found = read_on_device(llama, copies_rows=True, **given)
     assert found["on_host"] is None

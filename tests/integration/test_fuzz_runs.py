@@ -1,6 +1,4 @@
-"""Run a few seeds of the fuzzers with the other tests, and damage metadata; `make fuzz` runs new
-seeds.
-"""
+"""Run a few seeds of the fuzzers, and damage metadata; `make fuzz` runs new seeds."""
 
 from __future__ import annotations
 

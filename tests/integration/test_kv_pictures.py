@@ -14,9 +14,7 @@ from entropykv.store.headwise import HeadwiseStore
 
 
 def shares(positions: Any, first: int, per_column: int, n_columns: int) -> Any:
-    """Return for each column the fraction of its positions that are held, in units of 1/255,
-    rounded up.
-    """
+    """Return for each column the fraction of held positions, in units of 1/255, rounded up."""
     counts = [
         sum(first + i * per_column <= p < first + (i + 1) * per_column for p in positions)
         for i in range(n_columns)

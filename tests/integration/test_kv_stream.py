@@ -240,9 +240,7 @@ def test_a_pool_is_shown_with_all_that_are_in_it(pooled: Server) -> None:
 
 @contextlib.contextmanager
 def written_on(server: Server, name: str, text: str) -> Iterator[None]:
-    """Let a conversation write without an end in the `with` block, which begins after its first
-    token.
-    """
+    """Let a conversation write without an end in the `with` block, which begins after a token."""
     body = {"prompt": text, "user": name, "stream": True, "temperature": 0}
     body |= {"max_tokens": 30000, "min_tokens": 30000}
     headers = {"authorization": f"Bearer {KEY}"}

@@ -129,9 +129,7 @@ print(json.dumps([*sizes, allocated()]))
 
 @pytest.mark.needs("/proc/self/status")
 def test_the_stock_cache_costs_no_memory(smollm2: Path) -> None:
-    """attach() frees stock's cache (180 MiB for 8,192 cells of f16), and EntropyLlama never
-    allocates it.
-    """
+    """attach() frees stock's cache (180 MiB for 8,192 cells), and EntropyLlama never has it."""
     n_ctx, cache_bytes = 8192, 8192 * 30 * 2 * 3 * 64 * 2
     sizes = json.loads(python(SIZES, smollm2, n_ctx).stdout)
     _, short, long, full, attached = np.diff(sizes, prepend=0)

@@ -26,9 +26,7 @@ from tests.support.tiny_models import write_llama
 
 
 def test_deleting_is_enough(tiny_llama: Path) -> None:
-    """Without a reference cycle, deleting an EntropyLlama frees its session; so does close() before
-    that.
-    """
+    """Deleting an EntropyLlama frees its session without a reference cycle; so does close()."""
     llm = EntropyLlama(str(tiny_llama), n_ctx=64, **QUIET)
     gone = weakref.ref(llm._session)
     llm(PROMPT, max_tokens=2)

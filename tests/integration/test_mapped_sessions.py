@@ -1,6 +1,4 @@
-"""A saved session leaves its pages in the file until they change, and shares them with other
-processes.
-"""
+"""A saved session leaves pages in its file until they change, and other processes share them."""
 
 from __future__ import annotations
 

@@ -83,9 +83,7 @@ def test_small_micro_batches_measure_losses(uneven_llama: Path, n_ubatch: int) -
 def test_a_recent_window_that_is_given_is_that_of_every_layer(
     uneven_llama: Path, policy: str, recent_window: int
 ) -> None:
-    """Every layer keeps a given recent window; without one, layers keep other numbers of newest
-    entries.
-    """
+    """Every layer keeps a given recent window; without one, layers keep windows of their own."""
     runs = []
     for window in (recent_window, None):
         with session_of(uneven_llama, policy=policy, recent_window=window) as session:

@@ -63,9 +63,7 @@ def test_the_statistics_say_who_computes(
 def test_one_token_is_computed_as_many_are(
     weight_type: str, original: Path, tmp_path: Path
 ) -> None:
-    """Tokens that are read one by one have logits as close to those of one batch as with stock
-    llama.cpp.
-    """
+    """Tokens read one by one have logits as close to those of one batch as with stock llama.cpp."""
     path = quantised(original, tmp_path, weight_type)
     stock = StockSession(path, n_ctx=128, n_threads=1)
     with Session(path, n_ctx=128, store="headwise", kv_type="f16", n_threads=1) as ours:

@@ -86,9 +86,7 @@ def test_an_ample_budget_gives_stocks_logits(
 def test_keys_with_large_biases_are_rounded_to_eight_bits(
     name: str, record_property: Record
 ) -> None:
-    """q8_0 stays near stock, though a few channels of Qwen's keys are many times as large as the
-    others.
-    """
+    """q8_0 stays near stock, though a few channels of Qwen's keys are far larger than others."""
     n_tokens, bar = (300, 0.005) if name == QWEN else (160, 0.0047)
     tokens = text_of(name, n_tokens)
     divergence = mean_divergence(stocks_rows(name, tokens), our_rows(name, tokens, kv_type="q8_0"))
@@ -119,9 +117,7 @@ def test_a_fifth_of_the_entries_keeps_the_distribution(
 
 @pytest.mark.parametrize("name", [GEMMA, QWEN])
 def test_a_fifth_of_the_entries_keeps_most_facts(name: str, record_property: Record) -> None:
-    """With a fifth of the entries, most of eight facts are told; when measured, Gemma told 8 and
-    Qwen 7.
-    """
+    """With a fifth of the entries, most of eight facts are told; measured: Gemma 8, Qwen 7."""
     known = kept = 0
     path = path_of(name)
     with (
@@ -160,9 +156,7 @@ def told_by(session: Session, text: str, facts: tuple[Fact, ...]) -> list[bool]:
 
 
 def test_windows_go_back_as_long_as_nothing_has_left_them() -> None:
-    """A rollback is possible until a token has left Gemma's windows of 512, also after loading a
-    session.
-    """
+    """A rollback is possible until a token has left Gemma's windows of 512, also after loading."""
     tokens = text_of(GEMMA, 700)
     with Session(path_of(GEMMA), n_ctx=1024, kv_type="f16", **THREADS) as session:
         session.decode(tokens[:460])

@@ -53,9 +53,7 @@ UNFIT_FOR_FLAT = ("yarn", "smollm3")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that writes a tiny model by name, with equal weights for every trained
-    context.
-    """
+    """Return a function that writes a tiny model with equal weights for every trained context."""
     directory = tmp_path_factory.mktemp("rebase")
 
     def write(name: str, n_ctx_train: int = TRAINED) -> Path:

@@ -188,9 +188,7 @@ async def test_a_model_that_is_too_large_unloads_no_other_one(folder: Path) -> N
 
 
 async def test_a_model_sleeps_although_timers_fire_early(folder: Path) -> None:
-    """A model sleeps when it was idle for its time, though timers of uvloop may fire a millisecond
-    early.
-    """
+    """A model sleeps when it was idle for its time, though timers of uvloop may fire early."""
 
     loop = asyncio.get_running_loop()
     call_later = loop.call_later

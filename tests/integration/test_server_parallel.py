@@ -94,9 +94,7 @@ def test_choices_are_written_side_by_side_and_their_prompt_is_read_once(server: 
 
 
 def test_checkpoints_are_an_option_of_the_server() -> None:
-    """With checkpoints, a single conversation goes back after evictions; without them, it is read
-    again.
-    """
+    """With checkpoints, one conversation goes back after evictions; else it is read again."""
     text = "In the garden there is a tree, and a bird sings. " * 40
     n_read = {}
     for limit in ("8MiB", "0"):

@@ -1,6 +1,4 @@
-"""A slot's conversation can be saved and restored by POST /slots/{id}?action=save, as in
-llama-server.
-"""
+"""A slot's conversation is saved and restored by POST /slots/{id}, as in llama-server."""
 
 from __future__ import annotations
 

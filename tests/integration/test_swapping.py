@@ -71,9 +71,7 @@ def windows(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_parked_windows_go_back_as_far_as_they_could(windows: Path, leaves: bool) -> None:
-    """A session that was swapped out, and whose windows have lost nothing, can go back to any
-    position.
-    """
+    """A session that was swapped out before its windows lost a token can go back anywhere."""
     with pool_of(windows, n_sequences=1, kv_type="f16", kv_budget=N_CTX) as pool:
         first, second = pool.session(), pool.session()
         written(first, PROMPTS[1], 2)

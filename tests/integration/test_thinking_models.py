@@ -200,9 +200,7 @@ def test_a_turn_reads_its_answer_and_what_is_new(asked: Asked) -> None:
 
 
 def test_chat_keeps_no_thoughts(chat: Chat, tmp_path: Path) -> None:
-    """The context of a chat grows by prompts and answers alone; of a thought, only its length is
-    printed.
-    """
+    """The context of a chat grows by prompts and answers alone; thoughts show only their length."""
     path = template_file(tmp_path, OPENING)
     options = ("--chat-template-file", path, "--reasoning-budget", 60, *NEEDS, "-n", 100)
     options += ("--ignore-eos",)

@@ -1,6 +1,4 @@
-"""Write tiny models that replace those that llama.cpp's and llama-cpp-python's tests fetch from the
-Hub.
-"""
+"""Write tiny models in place of those that llama.cpp's and llama-cpp-python's tests fetch."""
 
 from __future__ import annotations
 

@@ -46,9 +46,7 @@ def plain(session: Session, *turns: str) -> list[str]:
 
 
 def answer_to(session: Session, tokens: list[int]) -> str:
-    """Return the line that chat prints after these tokens; the session reads every token of the
-    answer.
-    """
+    """Return the line that chat prints after these tokens; all tokens of the answer are read."""
     answer = list(session.generate(tokens, 12))
     if len(answer) == 12:
         session.decode(answer[-1:])

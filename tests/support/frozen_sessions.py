@@ -34,9 +34,7 @@ def least_limit(path: Path, **options: Any) -> int:
 
 
 def check_all_is_there(session: Session) -> None:
-    """Assert that active, frozen and evicted entries together are all that was read, without
-    duplicates.
-    """
+    """Assert that active, frozen and evicted entries are all that was read, without duplicates."""
     stats = session.stats()
     assert stats.entries_kept + stats.frozen_entries + stats.evictions == stats.entries_full
     for active, frozen in zip(all_entries(session), frozen_entries(session), strict=True):

@@ -25,9 +25,7 @@ N_SINKS = 3
 SCALE = 0.125
 GROUP = 2
 SHARE_RTOL = SHARE_ROUNDING + 1e-3
-"""The tolerance between a predicted share of the store, which is rounded, and that of the
-oracle.
-"""
+"""The tolerance between a predicted share of the store, which is rounded, and the oracle's."""
 ROPES = {
     "none": Rope(0),
     "neighbours": Rope(64),

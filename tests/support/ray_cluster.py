@@ -22,9 +22,7 @@ for line in sys.stdin:
     print("KILLED", flush=True)
 cluster.shutdown()
 """
-"""A program that runs a cluster of three nodes; every line on stdin kills a node that runs
-tasks.
-"""
+"""A program that runs a cluster of three nodes; each line on stdin kills a node that runs tasks."""
 
 
 class ThreeNodes:

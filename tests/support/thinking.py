@@ -12,16 +12,12 @@ OPENING = (
     _MESSAGES + "{% if enable_thinking is not defined or enable_thinking %}{{ '<think>\n' }}"
     "{% endif %}{% endif %}"
 )
-"""A template like DeepSeek's: the prompt begins a thought, and thoughts of earlier turns are left
-out.
-"""
+"""A template like DeepSeek's: the prompt begins a thought, and earlier thoughts are left out."""
 CLOSING = (
     _MESSAGES + "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""A template like Qwen 3's: the model begins a thought, and a prompt that asks for none has an
-empty one.
-"""
+"""A template like Qwen 3's: the model begins a thought, or the prompt has an empty one."""
 CHANNELS = (
     "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
     "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"

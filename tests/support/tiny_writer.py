@@ -47,9 +47,7 @@ class TinyRope:
     factors: tuple[float, ...] = ()
     """Divisors of the frequencies, one for each pair (llama3)."""
     short_factors: bool = False
-    """True: `factors` are for short contexts, and twice these for contexts above `n_ctx_orig`
-    (LongRoPE).
-    """
+    """True: `factors` are for short contexts; above `n_ctx_orig`, twice these (LongRoPE)."""
     yarn_factor: float | None = None
     n_ctx_orig: int = 0
 

@@ -39,9 +39,7 @@ class VisionModel:
 
 
 def write_vision(kind: str, folder: Path) -> VisionModel:
-    """Write the files of a text model and its projector; skip the test if this release cannot read
-    them.
-    """
+    """Write a text model and its projector; skip the test if this release cannot read them."""
     need_images()
     if kind == "causal":
         path = folder / "llama.gguf"

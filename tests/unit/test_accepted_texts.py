@@ -1,6 +1,4 @@
-"""A text that a server has accepted stays on the disk until it was read, and belongs to one
-server.
-"""
+"""A text that a server accepted stays on the disk until it was read, and belongs to one server."""
 
 from __future__ import annotations
 

@@ -259,9 +259,7 @@ async def test_an_answer_that_the_end_of_the_server_interrupts_is_refused() -> N
 
 
 async def test_the_next_job_is_not_stopped_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that ends while it is being stopped does not pass the stop on to the next job of the
-    model.
-    """
+    """A job that ends while it is stopped does not pass the stop on to the model's next job."""
     engine = engine_of()
     stopped: list[Any] = []
 

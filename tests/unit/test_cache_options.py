@@ -201,9 +201,7 @@ def test_resolving_refuses_options_that_contradict_each_other(tiny_llama: Path) 
 
 
 def test_plan_prints_what_run_follows(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan` prints the policy and the micro-batch that a session uses, both of which depend on
-    freezing.
-    """
+    """`plan` prints the policy and the micro-batch of a session, which depend on freezing."""
     common = ["plan", "-m", str(tiny_llama), "-c", "96", "--kv-budget", "0.5", "--json"]
     assert main(common) == 0
     alone = json.loads(capsys.readouterr().out)

@@ -1,6 +1,4 @@
-"""JSON schemas, regular expressions and Lark grammars allow and refuse the right texts, at limited
-cost.
-"""
+"""JSON schemas, regular expressions and Lark grammars allow the right texts, at limited cost."""
 
 from __future__ import annotations
 

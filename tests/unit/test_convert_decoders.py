@@ -1,6 +1,4 @@
-"""Llama, mistral, qwen2 and qwen3 models with ternary weights are converted; other shapes are
-refused.
-"""
+"""Llama, mistral, qwen2 and qwen3 models with ternary weights are converted, others refused."""
 
 from __future__ import annotations
 

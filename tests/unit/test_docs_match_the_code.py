@@ -65,9 +65,7 @@ def test_files_that_the_code_names_are_there() -> None:
 
 
 def test_what_the_guide_does_not_run_has_a_reason() -> None:
-    """Every reason not to run a block stands directly before a block; elsewhere it would have no
-    effect.
-    """
+    """Every reason not to run a block stands directly before a block, where it has an effect."""
     for page in GUIDE.glob("*.md"):
         reasons = [block for block in blocks_of(page) if block.reason is not None]
         assert len(reasons) == len(REASON.findall(page.read_text(encoding="utf-8"))), page.name

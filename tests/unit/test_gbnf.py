@@ -48,9 +48,7 @@ def test_a_regular_grammar_allows_the_words_of_its_derivatives(words: Words) -> 
 def test_lexemes_never_take_what_belongs_to_the_next_ones(
     first: Words, second: Words, inner: Words
 ) -> None:
-    """Tokens of a lexer never take what belongs to the next part, here in words first^n inner
-    second^n.
-    """
+    """Lexer tokens never take what belongs to the next part, in words first^n inner second^n."""
     if NONE in (first, second, inner):
         return
     rules = f"root ::= one root two | in\none ::= {first.gbnf()}\ntwo ::= {second.gbnf()}\n"

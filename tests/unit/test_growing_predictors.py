@@ -1,6 +1,4 @@
-"""A predictor that is fitted again as lessons grow has the weights of least squares over all
-entries.
-"""
+"""A predictor that is fitted again as lessons grow has the least-squares weights of all entries."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def test_it_is_the_ridge_regression_of_all_lessons() -> None:
 
 
 def test_what_was_known_is_tested_with_what_is_new() -> None:
-    """The correlation of a predictor is measured on new entries only, not on those that it was
-    fitted to.
-    """
+    """A predictor's correlation is measured on new entries, not on those it was fitted to."""
     first, second, third = Entries(40, 1), Entries(30, 2), Entries(50, 3)
     growing = GrowingPredictor([VALUES], None)
     growing.grow(lessons(first))

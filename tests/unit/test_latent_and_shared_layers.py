@@ -156,9 +156,7 @@ def test_losses_are_of_all_readers(latent: bool, readers: int) -> None:
 
 
 def test_v_that_is_a_part_of_k_takes_no_bytes() -> None:
-    """V that is a part of K takes no bytes: an entry of MLA is 576 values, a position and an
-    importance.
-    """
+    """V as a part of K takes no bytes: an MLA entry is 576 values, a position, an importance."""
     for kv_type, value_bytes in (("f16", 2.0), ("q8_0", 34 / 32)):
         latent = _core.LayerShape(16, 1, 576, 512, latent=True)
         page_bytes, (per_page,) = _core.page_geometry([latent], kv_type)

@@ -1,6 +1,4 @@
-"""benchmarks/peers keeps results over an interruption, prints the right table, and compares equal
-bytes.
-"""
+"""benchmarks/peers keeps results when interrupted, prints the right table, compares equal bytes."""
 
 from __future__ import annotations
 

@@ -24,9 +24,7 @@ MEASURES: dict[str, dict[str, Any]] = {
 }
 each_measure = pytest.mark.parametrize("measure", MEASURES)
 GIVEN_RTOL = 2e-3
-"""The relative tolerance of attention received, which the store rounds to 12 bits in every
-micro-batch.
-"""
+"""The relative tolerance of attention received, which each micro-batch rounds to 12 bits."""
 
 
 def layer_of(measure: str, *more: Any, **named: Any) -> PredictedLayer:

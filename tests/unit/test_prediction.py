@@ -205,9 +205,7 @@ def test_losses_are_sums_of_what_is_not_kept() -> None:
 
 
 def test_predictions_take_no_echoes() -> None:
-    """An echo is refused beside predictions, whether they are the only measure or added to another
-    one.
-    """
+    """An echo is refused beside predictions, be they the only measure or added to another."""
     assert str(Importance.parse("predicted+values")) == "predicted+values"
     assert Importance.parse("predicted").predicts
     with pytest.raises(SettingsError, match=r"predicted .*takes no modifier echo"):

@@ -277,9 +277,7 @@ def test_a_profile_beside_the_model_is_found(own_llama: Path) -> None:
 
 
 def test_what_is_resolved_reads_no_file(own_llama: Path) -> None:
-    """resolve() reads no file, so that the same values always mean the same; the profile is read
-    before.
-    """
+    """resolve() reads no file, so that equal values mean the same; the profile is read before."""
     profile = profile_of(own_llama)
     nowhere = dataclasses.replace(read_geometry(own_llama), path=Path("nowhere.gguf"))
     for policy in ("auto", "entropy", "uniform"):

@@ -49,9 +49,7 @@ ORIGINALS = {
     "cwe": """Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list? Answer: The top 10 words that appear most often in the list are:""",  # noqa: E501
     "fwe": """Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently appeared words in the above coded text? Answer: According to the coded text above, the three most frequently appeared words are:""",  # noqa: E501
 }
-"""The template and the answer prefix of each task in scripts/data/synthetic/constants.py,
-joined.
-"""
+"""The template and answer prefix of each task in scripts/data/synthetic/constants.py, joined."""
 
 
 WORDS = Vocabulary(("fox", "owl", "elk", "bee", "cat"), ("red", "old", "wet"), ("run", "see"))

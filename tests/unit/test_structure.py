@@ -44,9 +44,7 @@ def place(name: str) -> tuple[int, int]:
 
 
 def imported(file: Path) -> Iterator[str]:
-    """Yield the folders of the package that a file imports, including imports in functions and for
-    types.
-    """
+    """Yield the folders of the package that a file imports, also in functions and for types."""
     for node in ast.walk(parsed(file)):
         names = []
         if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -182,9 +180,7 @@ def test_no_modules_import_each_other() -> None:
 CPP = ROOT / "cpp"
 
 BY_INSTRUCTION_SET = {"kernels", "products", "platform"}
-"""Folders whose files are compiled once per instruction set, so that a class may exist several
-times.
-"""
+"""Folders whose files are compiled once per instruction set, so a class may exist several times."""
 
 WRAPPED = {"DeviceStore", "FlatStore", "HeadwiseStore"}
 """Python classes that wrap the C++ class of the same name."""

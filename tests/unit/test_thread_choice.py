@@ -48,9 +48,7 @@ class Machine:
         return threads + self.others <= self.cores or self.waiting == 1.0
 
     def wanted(self, way: Way) -> float:
-        """Return the cores that others want, as OtherWork reports them: of a shared core, they use
-        half.
-        """
+        """Return the cores that others want, as OtherWork reports them: of shared cores, half."""
         shared = max(0, min(self.others, way.threads + way.helpers + self.others - self.cores))
         used = self.others - shared / 2
         return used + min(used, shared / 2)

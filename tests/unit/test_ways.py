@@ -27,9 +27,7 @@ from tests.support.profiles import example
 
 CURVES, CURVES_ALONE = WAYS[2:]
 QWEN = {NO_PROFILE: 0.11, PREDICTOR_ONLY: 0.0957, CURVES: 0.1374, CURVES_ALONE: 0.1653}
-"""The KL in nats of each way for Qwen2.5-Coder-0.5B, which loses with the budgets of its
-profile.
-"""
+"""The KL in nats of each way for Qwen2.5-Coder-0.5B, which loses with its profile's budgets."""
 
 
 TEXTS = (0.5, 0.8, 0.9, 1.1, 1.2, 1.5)

@@ -16,9 +16,7 @@ MOST_RATIO = 256.0
 
 
 class KeyCentre(NamedTuple):
-    """Hold the centre that is subtracted from a key, and the units that divide the rest, each
-    [k_dim].
-    """
+    """Hold the centre that is subtracted from a key, and units that divide the rest: [k_dim]."""
 
     centre: Floats
     unit: Floats

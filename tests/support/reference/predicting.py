@@ -45,9 +45,7 @@ def predicted(of_entries: Floats, weights: npt.NDArray[Any]) -> Floats:
 
 
 def lesson_sums(of_entries: Floats, observed: npt.NDArray[Any]) -> Floats:
-    """Return the sum over entries of the outer product of (features, logarithm of attention) with
-    itself.
-    """
+    """Return the sum of the outer products of all (features, log attention) with themselves."""
     targets = np.log(np.maximum(observed, LEAST_OBSERVED))
     rows = np.concatenate([of_entries, targets[:, None]], axis=1)
     return np.asarray(rows.T @ rows)

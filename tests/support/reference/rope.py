@@ -11,9 +11,7 @@ from tests.support.reference.values import Floats, Ints
 
 
 class Rope(NamedTuple):
-    """Hold the parameters of RoPE with ggml's names; `freq_factors` divide the frequencies, one per
-    pair.
-    """
+    """Hold RoPE's parameters with ggml's names; `freq_factors` divide the frequencies of pairs."""
 
     n_dims: int
     offset: int = 0
