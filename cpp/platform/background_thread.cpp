@@ -29,11 +29,6 @@ void BackgroundThread::wait() {
     if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
-bool BackgroundThread::is_busy() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return static_cast<bool>(work_);
-}
-
 // Work that was begun is done before the thread ends.
 void BackgroundThread::serve() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -50,7 +45,7 @@ void BackgroundThread::serve() {
         lock.lock();
         error_ = error;
         work_ = nullptr;
-        ends_.notify_all();
+        ends_.notify_one();
     }
 }
 

@@ -19,17 +19,14 @@ public:
     // Begins work after the work before it has ended; throws what that has thrown, and then begins
     // nothing. The first call makes the thread, and may throw std::system_error.
     void start(std::function<void()> work);
-    // Returns when the work that was begun, if any, has ended; any thread may wait. Throws what it
-    // has thrown.
+    // Returns when the work that was begun, if any, has ended. Throws what it has thrown.
     void wait();
-    // Tells whether work was begun that has not ended.
-    bool is_busy() const;
 
 private:
     void serve();
 
     std::thread thread_;
-    mutable std::mutex mutex_;
+    std::mutex mutex_;
     std::condition_variable begins_;
     std::condition_variable ends_;
     std::function<void()> work_;  // empty: there is nothing to do

@@ -1097,8 +1097,7 @@ class DeviceStore:
     """Keep K and V of one sequence in rows on the devices of their layers, per KV head.
 
     The host decides which entries stay, as HeadwiseStore does, and saved states have the format of
-    HeadwiseStore. It may decide in the background after a micro-batch. Functions that need its
-    decisions wait for them, and raise RuntimeError if a device has failed meanwhile.
+    HeadwiseStore.
     """
 
     def __init__(

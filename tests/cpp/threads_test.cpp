@@ -125,14 +125,10 @@ void test_work_goes_on_while_who_asked_does_something_else() {
             ended = true;
         });
         CHECK(!ended);
-        CHECK(thread.is_busy());
-        std::thread other([&] { thread.wait(); });
         may_end.set_value();
         thread.wait();
         CHECK(ended);
-        CHECK(!thread.is_busy());
         thread.wait();
-        other.join();
     }
 }
 

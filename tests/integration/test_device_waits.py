@@ -26,10 +26,8 @@ path, options = sys.argv[1], json.loads(sys.argv[2])
 rows = []
 with Session(path, n_ctx=1024, n_ubatch=64, n_gpu_layers=99, kv_type="f16", **options) as session:
     session.decode([3 + i % 250 for i in range(2 * {N_PROMPT})])
-    session.stats()  # waits for the background
     before = counted()
     session.decode([3 + i % 250 for i in range({N_PROMPT})])
-    session.stats()
     rows.append((before, counted()))
     for _ in range({N_WRITTEN}):
         session.decode([5])
@@ -243,41 +241,3 @@ def test_a_step_waits_for_little_more_than_llama_cpps_graph(
         # llama.cpp also waits for its own graph if a callback looks at its nodes.
         more = {name: counted[name] - own[name] for name in counted}
         assert all(more[name] <= n + (name == "waits") for name, n in most.items()), more
-
-
-COMMIT_LATE = """
-import json, sys
-from tests.support.idle_device import counted, use_idle_device
-use_idle_device(node_seconds=1e-3)
-from entropykv import Session
-path, policy = sys.argv[1:]
-with Session(path, n_ctx=1024, n_ubatch=64, n_gpu_layers=99, kv_type="f16", store="device",
-             policy=policy, kv_budget=0.25) as session:
-    core = session._slot.store.core
-    rows = []
-    for tokens in ([5] * 448, [6] * 64):
-        session.decode(tokens)
-        rows.append([counted()["graphs"], core.evicted, core.used_bytes])
-        core.entries  # waits for the background
-        rows.append([counted()["graphs"], core.evicted, core.used_bytes])
-    session.decode([7] * 64)
-    session.reset()
-    assert core.entries == core.used_bytes == 0
-    session.decode([7] * 500)
-print(json.dumps(rows))
-"""
-
-
-@pytest.mark.parametrize("policy", ["uniform", "auto"])
-def test_a_prompts_micro_batch_is_committed_in_the_background(tmp_path: Path, policy: str) -> None:
-    """Reading returns before it is decided which rows are moved, by one more graph; what the step
-    evicts is known all the same, and whatever depends on the decisions waits for them.
-    """
-    path = tmp_path / "model.gguf"
-    write_llama(path, n_layer=5, head_dim=64)
-    rows = json.loads(python(COMMIT_LATE, path, policy).stdout.splitlines()[-1])
-    for asked, told in zip(rows[::2], rows[1::2], strict=True):
-        assert asked[0] < told[0]
-        assert asked[1:] == told[1:]
-    assert 0 < rows[0][1] < rows[2][1]
-    assert rows[0][2] == rows[2][2]

@@ -86,8 +86,6 @@ class _Properties(ctypes.Structure):
         ("memory_free", c_size_t),
         ("memory_total", c_size_t),
         ("type", c_int),
-        ("id", c_char_p),
-        ("asynchronous", c_bool),
     )
 
 
@@ -157,7 +155,6 @@ class PlainMemoryDevice:
     kind = _ACCELERATOR
     memory = 0
     """The bytes of memory that the device reports, all of them free."""
-    asynchronous = False
 
     def __init__(self) -> None:
         """Register the device; contexts that are made from now on give it products."""
@@ -221,7 +218,6 @@ class PlainMemoryDevice:
         properties.name = properties.description = self.name
         properties.memory_free = properties.memory_total = self.memory
         properties.type = self.kind
-        properties.asynchronous = self.asynchronous
 
     def _operation(self, node: Tensor) -> bytes:
         return bytes(self._base.ggml_op_name(node.op))

@@ -51,7 +51,6 @@ class RefusingDevice(PlainMemoryDevice):
     name = b"REFUSING"
     kind = _GPU
     memory = 1 << 30
-    asynchronous = True  # as GPUs are, which a second thread may use meanwhile
 
     def __init__(
         self,
