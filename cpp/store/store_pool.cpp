@@ -102,7 +102,7 @@ void StorePool::set_pages(std::size_t pages) {
     if (shared_pages_ > pages)
         throw std::invalid_argument("the shares of the sequences exceed the pool");
     const bool shrinks = pages < pages_.budget_pages();
-    while (pages_.used_pages() > pages && drop_checkpoint_ && drop_checkpoint_()) {
+    while (pages_.used_pages() > pages && free_pages_ && free_pages_()) {
     }
     pages_.set_budget(pages);
     if (shrinks) compact();

@@ -89,16 +89,16 @@ public:
     std::byte* adopt(const std::shared_ptr<MappedFile>& file, std::size_t pages,
                      const std::vector<std::size_t>& unused);
 
-    // Sets what is called between micro-batches when a store needs pages: drop() drops a
-    // checkpoint, and returns whether there was one.
-    void on_full(std::function<bool()> drop) { drop_checkpoint_ = std::move(drop); }
-    // Drops checkpoints until as many pages are free as needed() returns, which may change with
-    // every dropped checkpoint. Returns whether they are free; allocating them cannot fail then.
-    // Throws std::bad_alloc if the system has no memory.
+    // Sets what is called between micro-batches when a store needs pages: it frees some, and
+    // returns whether there were any. It may throw.
+    void on_full(std::function<bool()> free_pages) { free_pages_ = std::move(free_pages); }
+    // Has pages freed until as many are free as needed() returns, which may change meanwhile.
+    // Returns whether they are free; allocating them cannot fail then. Throws what the function of
+    // on_full() throws, and std::bad_alloc if the system has no memory.
     template <typename Needed>
     bool make_room(Needed needed) {
         while (pages_.budget_pages() - pages_.used_pages() < needed())
-            if (!drop_checkpoint_ || !drop_checkpoint_()) return false;
+            if (!free_pages_ || !free_pages_()) return false;
         pages_.map(pages_.used_pages() + needed());
         return true;
     }
@@ -132,7 +132,7 @@ private:
     std::size_t shared_pages_ = 0;
     std::vector<HeadStore*> stores_;
     std::vector<Checkpoint*> checkpoints_;
-    std::function<bool()> drop_checkpoint_;
+    std::function<bool()> free_pages_;
 };
 
 // Counts how many pages of a pool one store may use, and how many it does use.

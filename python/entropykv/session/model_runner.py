@@ -66,7 +66,7 @@ class ModelRunner:
         verbose: bool = False,
         ends_with_session: bool = False,
     ) -> None:
-        """Load the model; everything is checked before the weights are read.
+        """Take the model. One that is given by its path is loaded after everything is checked.
 
         `ends_with_session`: the runner belongs to its only session, and closes when the session
         closes. Raises the errors of Session.

@@ -88,7 +88,9 @@ class Session:
         verbose: bool = False,
         **arguments: Unpack[SessionArguments],
     ) -> None:
-        """Load the model and make its store; everything is checked before the weights are read."""
+        """Make a store for the model. One that is given by its path is loaded after everything else
+        has been checked.
+        """
         asked = CacheOptions.of(options, arguments).alone()
         runner = ModelRunner(model, asked, verbose=verbose, ends_with_session=True)
         try:

@@ -325,7 +325,7 @@ class DeviceStore(KvHeadStore):
         return self._store
 
     def before(self, reading: TokensToRead) -> None:
-        """Choose the rows for the entries of the micro-batch."""
+        """Tell the batch which tokens the micro-batch has; rows for them are chosen in its step."""
         rope_position = self._seen_position(reading.position, reading.n_tokens)
         sees_all = reading.embedded is not None and reading.embedded.sees_all
         self.context.batch.add(
@@ -359,7 +359,7 @@ class DeviceStore(KvHeadStore):
         self.context.note_use()
 
     def after(self, n_tokens: int) -> None:  # noqa: ARG002
-        """Store the entries of the micro-batch, and evict what the budget cannot hold."""
+        """Commit the micro-batch, unless end_step() of the context has done so."""
         self._store.commit_step()
 
     def resize(self, budget: Budget) -> None:
