@@ -142,7 +142,7 @@ def write_at_once(sessions: list[Session], n: int) -> float:
 
 
 def main() -> None:
-    """Measure every task with drafts and without, and print a line for each."""
+    """Print speeds with drafts and without; --stock, --llama-server, --sequences add lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", type=Path, default=None)
     parser.add_argument("--tokens", type=int, default=200)

@@ -97,8 +97,8 @@ def _r(growing: GrowingPredictor, others: Lessons) -> float:
 
 
 def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[str]) -> None:
-    """Print tokens per second of CPU time of all threads, a line for each session of `readers`; the
-    cache directory of the process is then a new one.
+    """Print tokens per second of CPU time, times the threads, a line for each session of `readers`:
+    policies or STOCK. The process then has a new cache directory.
     """
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
     for reader in readers:
@@ -115,7 +115,7 @@ def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[s
 def _sessions(
     reader: str, model: str, n_tokens: int, n_threads: int
 ) -> Iterator[Session | StockSession]:
-    """Open the sessions of a reader, one after the other."""
+    """Yield sessions, which the caller closes; AUTO's second uses what the first has learnt."""
     if reader == STOCK:
         yield StockSession(model, n_ctx=n_tokens, n_threads=n_threads)
         return

@@ -23,7 +23,7 @@ ROUNDS = 5
 
 
 def measure(model: str, n_tokens: int, n_threads: int, kv_type: str, budget: float) -> str:
-    """Measure one type and budget of the cache; return the row of the table."""
+    """Return a table row: reading, saving and loading with one type and budget of the cache."""
     n_ctx = n_tokens + TEXT_TOKENS
 
     def session() -> Session:

@@ -89,10 +89,9 @@ public:
         const std::size_t offset = layer % 2 == 0 ? 0 : odd_layers_at_;
         return observed_.data() + offset + index(number) * longest_;
     }
-    // Combines n_rows rows from `first` on, of n entries each, as the measure does, and returns the
-    // result, which is in the first row.
+    // Combine n_rows rows from `first` on, of n entries each, in the first row, and return it: sum()
+    // as add_up() does, largest() to the maximum.
     float* sum(int layer, int first, int n_rows, int n) noexcept;
-    // Returns the maximum of n_rows rows, which is in the first row.
     float* largest(int layer, int first, int n_rows, int n) noexcept;
     // Combines what two sets of queries gave to each of n entries: their sum, or for some measures
     // the larger one.
@@ -274,13 +273,15 @@ struct AttentionCall : CallOfSequence, CallOfNode, CallOfThread, CallOfTokens {
         const int bands = step.observed_bands(split);
         return observations.row(layer, (shape().n_head_kv + head) * bands + band);
     }
-    // Returns what the whole observation window gave to every entry of a head; null: nothing.
+    // Combines a head's observed bands into the first one, so it must be called only once. Returns
+    // what the whole observation window gave to every entry; null: nothing was observed.
     float* sum_observed(int head) const {
         if (!step.observing) return nullptr;
         const int bands = step.observed_bands(split);
         return observations.sum(layer, head * bands, bands, total(head));
     }
-    // Returns the largest share that the echo's queries gave to every entry of a head; null: none.
+    // Combines a head's bands of an echo into the first one. Returns the largest share that the
+    // echo's queries gave to every entry; null: no echo is observed.
     float* max_echo_shares(int head) const {
         if (!step.observing_echo) return nullptr;
         const int bands = step.observed_bands(split);

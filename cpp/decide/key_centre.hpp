@@ -23,8 +23,8 @@ constexpr int kCentredPositions = 8192;
 
 // Returns how to store keys to which a bias is added before RoPE. spread: the standard deviations
 // of a key without its bias; bias and spread are [k_dim]. magnitude: the factor by which RoPE
-// multiplies keys. The channels of a pair have the same unit, so that rotating a stored pair
-// changes neither. Throws std::invalid_argument if bias and spread are empty, differ in length
+// multiplies keys. The channels of a pair have the same unit, so that a stored pair can be
+// rotated as it is. Throws std::invalid_argument if bias and spread are empty, differ in length
 // or do not fit the RoPE, or if a value is not finite.
 KeyCentre key_centre(const std::vector<float>& bias, const std::vector<float>& spread,
                      const RopeParams& rope, float magnitude);

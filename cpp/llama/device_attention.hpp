@@ -99,7 +99,7 @@ struct SingleSteps;
 // Holds the layers of one sequence on one device.
 class DeviceAttention {
 public:
-    // The device must outlive this object.
+    // The device and the settings must outlive this object.
     DeviceAttention(Device& device, const ImportanceSettings& importance)
         : device_(device), importance_(importance) {}
     DeviceAttention(const DeviceAttention&) = delete;
@@ -177,7 +177,8 @@ public:
         bool observed;
         bool reads_sums;
     };
-    // Begins all look-ups at once; the results are complete after Device::wait().
+    // Begins all look-ups, at least one, of sequences on one device. The results are complete after
+    // Device::wait(). Throws as add_attention() does.
     static void look_up_all(const std::vector<LookUp>& all);
     // Adds to a graph the attention of one reader of a layer; the first reader also writes K and V.
     // Throws std::runtime_error if the device fails, std::bad_alloc if it has no memory.

@@ -344,7 +344,7 @@ ggml_tensor* DeviceGraph::attended_by(const DeviceGroup& group, ggml_tensor* key
     return attended;
 }
 
-// Returns a tensor, or a copy of it if a backend may not attend to it where it lies. Nodes of
+// Returns a tensor, or a copy of it if its memory is not aligned as the backend requires. Nodes of
 // llama.cpp's graph need no copies: see heads_are_aligned().
 ggml_tensor* DeviceGraph::aligned(ggml_tensor* tensor) {
     const ggml_tensor* of = tensor->view_src == nullptr ? tensor : tensor->view_src;

@@ -230,14 +230,14 @@ ggml_tensor* DeviceGraph::sum_without_neighbours(const DeviceGroup& group, ggml_
     return sum_over_queries(given, is_plain(group) ? count + step_.n_tokens : given->ne[0]);
 }
 
-// Returns some rows of what is [KV head][query head][token][row].
+// Returns n rows from `first` on of a tensor [KV head][query head][token][row].
 ggml_tensor* DeviceGraph::rows_of_given(ggml_tensor* given, std::int64_t first, std::int64_t n) {
     return ggml_view_4d(context_, given, n, given->ne[1], given->ne[2], given->ne[3], given->nb[1],
                         given->nb[2], given->nb[3],
                         sizeof(float) * static_cast<std::size_t>(first));
 }
 
-// Returns the sums of the first n rows, [KV head][row].
+// Returns for each of the first n rows the sum over all queries, [KV head][row].
 ggml_tensor* DeviceGraph::sum_over_queries(ggml_tensor* given, std::int64_t n) {
     const std::int64_t n_queries = given->ne[1] * given->ne[2];
     if (device_.ones_ == nullptr) {

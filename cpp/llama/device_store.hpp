@@ -273,7 +273,7 @@ private:
     bool heads_can_be_alike_ = false;       // see DeviceStep::alike
     int n_changed_ = 0;                     // attention nodes that were changed in this step
     int n_readers_ = 0;                     // attention nodes of the model
-    UnknownTokens unknown_;                 // what is unknown of the ledger's newest entries
+    UnknownTokens unknown_;                 // the newest tokens, without findings in the ledger
     // Says how a step in llama.cpp's own graph is committed.
     struct CommitPlan {
         UnknownTokens unknown;   // what is unknown once the step has been read

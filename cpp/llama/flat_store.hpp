@@ -66,7 +66,7 @@ public:
     int peak() const { return peak_; }
     std::size_t evicted() const { return evicted_; }
     double eviction_seconds() const { return eviction_seconds_; }
-    // Returns the size of the largest copy of the cells made so far, by compaction, move_to(),
+    // Returns the bytes of the largest copy of the cells made so far, by compaction, move_to(),
     // saving or loading: llama.cpp reads and writes the state of a sequence as a whole.
     std::size_t largest_copy() const { return largest_copy_; }
 

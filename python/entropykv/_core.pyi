@@ -893,8 +893,8 @@ class HeadwiseStore:
         states: Sequence[bytearray | memoryview],
         budgets: Sequence[int],
     ) -> None:
-        """Reserve room to load states of all KV heads, layer by layer, with `counts` entries each.
-        `budgets`: those that set_budgets() will set before load_head() is called.
+        """Reserve room to load states of all KV heads, layer by layer, with `counts` entries each;
+        state_problem() must accept them. `budgets`: what set_budgets() will set before load_head().
 
         Raises IndexError for fewer numbers or states than KV heads, ValueError for more counts, and
         BufferError for a buffer that is read-only. Changes nothing if it raises MemoryError, or
@@ -917,7 +917,7 @@ class HeadwiseStore:
         counts: Sequence[int],
         states: Sequence[bytearray | memoryview],
     ) -> bool:
-        """Replace the entries of all heads by those of states in a mapped file, without a copy.
+        """Fill all heads, which must be empty, from states in a mapped file, without a copy.
 
         begin_load() comes first. Returns False, and changes nothing, if load_head() must load the
         states instead: cpp/store/head_states.hpp says when. Raises IndexError for fewer numbers or

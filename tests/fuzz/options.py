@@ -81,7 +81,7 @@ def random_budget(chance: random.Random, n_ctx: int) -> float | int | str:
 
 
 def random_freezing(chance: random.Random, folder: Path, share: float = 0.45) -> Freezing | None:
-    """Return settings of freezing, or None."""
+    """Return settings of freezing; None with a probability of 1 - `share`."""
     if chance.random() > share:
         return None
     return Freezing(
@@ -116,7 +116,7 @@ def _policy(chance: random.Random, freezes: bool) -> str:
 
 
 def _profile(chance: random.Random, model: FuzzModel) -> EntropyProfile | None:
-    """Return a profile with random entropies of the model's heads."""
+    """Return a profile with random entropies; None by chance, or if heads are not known."""
     if model.heads is None or chance.random() < 0.5:
         return None
     n_layer, n_head, n_head_kv = model.heads
@@ -125,7 +125,7 @@ def _profile(chance: random.Random, model: FuzzModel) -> EntropyProfile | None:
 
 
 def _recovery(chance: random.Random) -> Recovery | None:
-    """Return a ladder that is climbed often, so that a few dozen tokens are enough."""
+    """Return None or a ladder that is climbed often, so that a few dozen tokens are enough."""
     if chance.random() < 0.6:
         return None
     return Recovery(

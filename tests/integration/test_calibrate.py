@@ -1,4 +1,4 @@
-"""Entropies, loss curves and damage that calibration measures of a file equal those of numpy."""
+"""Calibration measures the entropies, loss curves and damage that numpy computes of a model."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ def test_deleting_is_refused_if_another_process_uses_the_file_that_has_just_appe
 def test_a_storage_that_answers_slowly_delays_the_deleted_document_alone(
     stored: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new text of the name is read once the old file is gone; other documents do not wait."""
+    """A new text under the deleted name waits for the deletion; other documents do not wait."""
     stored.post("book")
     stored.until(BOOK, "ready")
     remove, gate = ObjectStorage.remove, Gate()

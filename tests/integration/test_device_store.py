@@ -751,7 +751,7 @@ def test_the_plan_says_what_the_store_allocates(llama: Path) -> None:
         session = pool.session()
         session.decode([5])
         pool_stats = pool.stats()
-        # The rows of all places are allocated with the first place, each part rounded up.
+        # The first place allocates all places' rows; in each layer, each place's are rounded up.
         more = pool_stats.kv_bytes_budget + pool_stats.kv_bytes_staging
         more -= sum(of_pool.bytes_by_place.values())
         assert 0 <= more <= 3 * len(session.cache.budgets())

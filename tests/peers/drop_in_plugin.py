@@ -40,7 +40,7 @@ def _log_softmax(logits: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests() -> None:
-    """Replace scipy's function, what fetches models and, with PEER_CLASS, llama_cpp.Llama."""
+    """Replace scipy's log_softmax, hf_hub_download() and, with PEER_CLASS, llama_cpp.Llama."""
     special = types.ModuleType("scipy.special")
     special.log_softmax = _log_softmax  # type: ignore[attr-defined]
     sys.modules["scipy"], sys.modules["scipy.special"] = types.ModuleType("scipy"), special

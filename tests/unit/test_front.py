@@ -16,7 +16,7 @@ class DiedError(Exception):
 
 
 class Answer:
-    """Stand in for the handle of the replicas: answers send the messages, then fail or go on."""
+    """Stand in for the replicas' handle: answers send the messages, then fail or never end."""
 
     def __init__(self, *messages: dict[str, Any], died: bool) -> None:
         self.messages, self.died = messages, died

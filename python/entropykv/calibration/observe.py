@@ -224,9 +224,7 @@ class Observer:
 
     @contextmanager
     def reading(self, tokens: Sequence[int]) -> Iterator[ReadText]:
-        """Read a text, and keep it in the store, so that several continuations can be read after
-        it.
-        """
+        """Replace the store's text by this one while the block runs; drop it at the end."""
         self._store.truncate(0)
         for first in range(0, len(tokens), self.n_ubatch):
             self._read(tokens[first : first + self.n_ubatch], first)
@@ -256,9 +254,7 @@ class Observer:
 
 
 class ReadText:
-    """Hold a text that was read with all entries kept; several continuations can be read
-    after it.
-    """
+    """Hold a text, read with all entries kept, after which several continuations can be read."""
 
     def __init__(
         self,
@@ -286,17 +282,17 @@ class ReadText:
             raise CalibrationError("the pool has no room to read a text twice; use fewer tokens")
 
     def forget(self, layer: int, recent_window: int) -> None:
-        """Drop all entries of a layer's KV heads but the sinks and the newest `recent_window`."""
+        """Drop a layer's entries but sinks and the newest `recent_window`, until rollback()."""
         self._store.sharing.limit_layer(layer, recent_window)
 
     def predictions(self, tokens: Sequence[int], n_last: int | None = None) -> Logits:
-        """Read tokens after the text; returns the logits of the last `n_last`, (n_last, n_vocab),
-        by default of all.
+        """Read tokens after the text, which stay until rollback(); returns the logits of the last
+        `n_last`, (n_last, n_vocab), by default of all.
         """
         return self._predict(tokens, self._position, len(tokens) if n_last is None else n_last)
 
     def attended(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, Queries, Entries]]:
-        """Read at most a micro-batch of tokens after the text.
+        """Read at most a micro-batch of tokens after the text, which stay until rollback().
 
         Yields the layer, the KV head, the queries of its group of heads, and the entries of the
         whole text, with the importance that they had before these tokens were read.

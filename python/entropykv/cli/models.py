@@ -1,5 +1,5 @@
-"""`entropykv models`: list models that run without a download, public 1.58-bit models,
-architectures, and what sessions have learnt of models.
+"""`entropykv models`: list models that run without a download, public 1.58-bit models, and
+architectures; list or remove what sessions have learnt of models.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _list_local(*, as_json: bool) -> None:
-    """Print the models that packages bring; on stderr, how they are named and which is missing."""
+    """Print the models of packages; without JSON, say on stderr their names and what is missing."""
     models = local_models()
     rows = [_describe(model) for model in models]
     print(json.dumps(rows, indent=2) if as_json else "\n\n".join(map(_text, rows)))
@@ -240,8 +240,8 @@ def plan_of(model: KnownModel, kv_budget: Budget | str | float) -> tuple[Headwis
 
 
 def figures_of(model: KnownModel, kv_budget: str) -> dict[str, Any]:
-    """Return one object of `entropykv models --json`: the row of the table, and the figures that
-    follow from it.
+    """Return one object of `entropykv models --known --json`: the row of the table, and the figures
+    that follow from it. Raises the errors of plan_of().
     """
     plan, kv_type = plan_of(model, kv_budget)
     return asdict(model) | {
@@ -331,7 +331,7 @@ def _list_learnt(*, as_json: bool) -> int:
 
 
 def _forget(names: Sequence[str]) -> int:
-    """Remove the predictors of these names, or all; returns the exit code, 1 if none has a name."""
+    """Remove the predictors of these names, or all; returns the exit code, 1 if no name has one."""
     try:
         removed = remove_learnt(names)
     except OSError as error:

@@ -249,8 +249,8 @@ def _add_grammars(group: argparse._ArgumentGroup) -> None:
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """Return the Sampling that options ask for; raises SettingsError for values out of range, and
-    for options that contradict each other.
+    """Return the Sampling that options ask for; raises SettingsError for impossible values, options
+    that contradict each other, and files that cannot be read.
     """
     if options.n_predict == 0:
         raise SettingsError("-n 0 generates nothing; use -1 or a number of tokens")

@@ -68,8 +68,9 @@ def plan_outputs(
 ) -> list[OutputTensor]:
     """Choose the type of every tensor; raises SettingsError for an impossible `embedding_type`.
 
-    The embedding and the output head get that type (None: see convert()); ternary tensors get
-    `weight_type`, or the next one that fits.
+    The embedding and the output head get that type (None: see convert()), vectors F32, ternary
+    matrices that of ternary_kind(), with an output for the scale: see _ternary(). Others keep their
+    type if source.keeps_types, or else get `weight_type`.
     """
     outputs: list[OutputTensor] = []
     plain = partial(_plain, source.path)

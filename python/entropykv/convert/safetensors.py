@@ -16,7 +16,7 @@ from entropykv.convert.ternary import Bytes
 from entropykv.errors import ModelFileError, reason_of
 
 _INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100 << 20  # The safetensors library has this limit.
+_MAX_HEADER_BYTES = 100 << 20  # The safetensors library allows 100,000,000.
 _ITEM_BYTES = {"U8": 1, "I8": 1, "BOOL": 1, "F16": 2, "BF16": 2, "F32": 4, "F64": 8, "I64": 8}
 _AGAIN = "download it again"
 

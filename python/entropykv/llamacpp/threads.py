@@ -104,7 +104,7 @@ class ThreadChoice:
         self._seen = self.way
         """The way that was expected when other processes were looked at last."""
         self._rejected: Way | None = None
-        """The way that other processes' use of cores suggested, and whose trial has failed last."""
+        """The last `_hint` whose trial failed; None: none since another trial succeeded."""
         self._calm = False
         """Whether nobody else wants a core, as far as the system tells."""
         self._steps = Steps()
@@ -115,7 +115,7 @@ class ThreadChoice:
         one.
         """
         self._usual: float | None = None
-        """Seconds per work of the current way at the last call of _look()."""
+        """Seconds per work of the current way when it was measured last; None: never."""
         self._pause = FIRST_PAUSE
         self._waited = 0.0
         """Seconds of steps since the last trial."""
@@ -168,7 +168,7 @@ class ThreadChoice:
                 self._waited = max(self._waited, FIRST_PAUSE - SHORTEST_PAUSE)
 
     def add(self, n_tokens: int, seconds: float) -> None:
-        """Count a step, and choose again if enough steps were measured."""
+        """Count a step, and choose anew once the steps since the last choice took long enough."""
         self._fresh = False
         self._steps.add(work_of(n_tokens), seconds)
         steps, before = self._steps, self._before

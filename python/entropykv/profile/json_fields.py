@@ -76,7 +76,7 @@ def check_keys(data: Mapping[str, Any], where: str) -> int:
 
 
 def _check_derived(data: Mapping[str, Any], field: str, names: tuple[str, ...], where: str) -> None:
-    """Raise ProfileError if a derived object holds anything but numbers under known names."""
+    """Raise ProfileError if data[field] exists and is no object of numbers under `names`."""
     numbers = data.get(field, {})
     if not isinstance(numbers, dict):
         raise ProfileError(f"{where}: {field} must be an object; remove it or {ADVICE}")

@@ -28,7 +28,7 @@ NO_PROFILE = "none"
 predictor is one that was learnt from another text.
 """
 PREDICTOR_ONLY = f"adaptive:{IMPORTANCES[0]}"
-"""The way that uses only the predictor of a profile: budgets follow the text."""
+"""The way of policy auto that uses only a profile's predictor: budgets follow the text."""
 WAYS = (
     NO_PROFILE,
     PREDICTOR_ONLY,

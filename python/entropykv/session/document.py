@@ -168,7 +168,9 @@ def _document_tokens(session: Session, text: str, system: str | None) -> list[in
 def _continue_from(
     session: Session, partial: Path, note: DocumentNote, tokens: Sequence[int]
 ) -> None:
-    """Load a partial file if it holds the beginning of the same document."""
+    """Load a partial file of this note and the session's settings, if it holds the beginning of
+    `tokens`; else leave the session empty.
+    """
     with contextlib.suppress(SessionFileError):  # If the file does not fit, all text is read.
         with open_session(partial) as reader:
             if reader.contents.document != note or reader.settings != session.files.settings:

@@ -293,7 +293,7 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class Companions:
-    """Hold the objects that observe the tokens of one text while these are chosen and read."""
+    """Hold what sees the tokens of one text while they are chosen, and may change the choice."""
 
     thought: ThoughtCounter | None = None
     """The counter that gets every token, and may force one to end a thought."""
@@ -360,8 +360,8 @@ def read_prompt(
     *,
     companions: Companions = ALONE,
 ) -> None:
-    """Read tokens of a prompt and count them; their log probabilities are recorded if that was
-    requested. `on_prompt`: as in generate_tokens().
+    """Read tokens of a prompt and count them; a recorder `of_prompt` gets their log probabilities.
+    `on_prompt`: as in generate_tokens(). Raises the errors of Session.decode() and hooks.before().
     """
     start, before, done = time.perf_counter(), session.position, 0
     recorder = companions.recorder
@@ -384,7 +384,7 @@ def read_prompt(
 def _micro_batches(
     session: Decoder, tokens: Sequence[int], all_logits: bool, hooks: StepHooks
 ) -> Iterator[Any]:
-    """Read tokens one micro-batch after the other, and ask before each whether to go on."""
+    """Read tokens in micro-batches, with hooks.before() before each; yields the logits of each."""
     n_before = session.position
     steps = session.reader.read(
         tokens, all_logits=all_logits, writes=False, gives_way=hooks.gives_way

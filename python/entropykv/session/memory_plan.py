@@ -48,8 +48,8 @@ class MemoryPlan:
 
     @property
     def budgets(self) -> list[list[int]]:
-        """Return the entries that every KV head may keep, as [layer][KV head], before a text is
-        read.
+        """Return the entries that every KV head may keep before a text is read, as [layer][KV head]
+        of the layers with attention.
         """
         config = self.config
         if isinstance(self.plan, HeadwisePlan):
@@ -215,9 +215,9 @@ def describe_budget(config: ResolvedConfig, budget_bytes: int, *, documents: boo
 
 
 def budget_warnings(config: ResolvedConfig, budget_bytes: int) -> Iterator[str]:
-    """Yield a sentence if main memory cannot hold a budget now, and one if KV heads may keep more
-    entries than the model tells the distances of apart. Nothing is said of memory for the device
-    store, and where the system does not say what is free.
+    """Yield a warning if the context exceeds the trained length and KV heads may keep more than 3/4
+    of that on average, and one if main memory cannot hold a budget now. The latter is left out for
+    the device store, and where the system does not say what is free.
 
     `budget_bytes`: the bytes that the KV cache never exceeds, of all conversations together.
     """

@@ -391,7 +391,7 @@ def _is_complete(learnt: LearntPredictor) -> bool:
 
 def _learning_of(slots: Sequence[SequenceSlot]) -> Learning:
     """Return the part of the first slot's store that predicts scores for all stores of its pool."""
-    return cast(Learning, slots[0].store.learning)  # Only stores that predict are watched.
+    return cast(Learning, slots[0].store.learning)  # watch() is only for stores that have it.
 
 
 def fit_for(model: Model, config: ResolvedConfig) -> PredictorFit:

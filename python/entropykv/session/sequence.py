@@ -308,8 +308,8 @@ class ReadParts:
         """Record a micro-batch read at `position`, and the logits of its last token, (n_vocab,).
 
         `is_prompt`: the tokens belong to a prompt, and were not written; the last micro-batch of a
-        prompt may have only one token. `continues`: reading a longer text would not begin a
-        micro-batch at `position`, since only the end of a text is read in small micro-batches.
+        prompt may have only one token. `continues`: the micro-batch is joined to the one before,
+        because a longer text would have been read through `position` in one.
         """
         if continues and self._parts and self._parts[-1].end == position:
             self._parts[-1] = _Part(self._parts[-1].begin, position + n_tokens)

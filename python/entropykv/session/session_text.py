@@ -24,9 +24,7 @@ class SessionText:
         self._tenant = tenant
 
     def held(self) -> HeldText:
-        """Describe the text that was read and to which positions it can be truncated, as reuse_of()
-        needs it.
-        """
+        """Describe the text that was read, for reuse_of(): see HeldText."""
         slot = self._slot
         slot.note_evictions()
         return HeldText(
@@ -60,11 +58,8 @@ class SessionText:
                 slot.trajectory.truncate(position)
 
     def truncate_or_clear(self, position: int) -> bool:
-        """Roll back to a position and return True; if that is impossible now, drop the whole text
-        and return False.
-
-        It is impossible if the pool has no room for the sequence, or if a smaller share has dropped
-        entries that sliding windows need.
+        """Roll back to a position and return True; if truncate() raises ContextError or PoolError,
+        drop the whole text and return False.
         """
         try:
             self.truncate(position)
@@ -86,8 +81,9 @@ class SessionText:
     def return_to_prompt(self, position: int, end: int) -> bool:
         """Roll back to `position`, the end of the last prompt, and restore the logits there.
 
-        Returns False, and changes nothing, if the last prompt did not end at `position`, or if
-        something may be evicted before the text has `end` tokens: see HeldText.keeps_all_until().
+        Returns False, and changes nothing, if the last prompt did not end at `position`, if
+        something may be evicted before the text has `end` tokens (see HeldText.keeps_all_until()),
+        or if truncate() raises ContextError. Raises the other errors of truncate().
         """
         logits = self._slot.text.parts.logits_at(position)
         if logits is None or not self.held().leads_back_to_prompt(position, end):
@@ -120,7 +116,7 @@ class SessionText:
 
     def keep_checkpoint(self) -> None:
         """Keep a checkpoint of the current state, for this sequence and for others with the same
-        beginning, if something was read and the pool keeps checkpoints.
+        beginning; do nothing if nothing was read, if a decode failed, or if the pool keeps none.
         """
         slot, runner = self._slot, self._runner
         if runner.kept_texts.checkpoint_limit == 0 or slot.text.position == 0 or slot.broken:
@@ -159,12 +155,12 @@ class SessionText:
 
         It may be a checkpoint of any session of its tenant in the pool, whatever was evicted since.
         If `tokens` begin with the whole text of the checkpoint, the logits at its end are restored,
-        too. Returns False, and changes nothing, if there is none; a session without a pool keeps
-        none. If the pool has no room to cut the checkpoint, it returns False, too, and the session
-        is empty. `repeatable`: only roll back to a position where a reading from 0 also starts a
-        micro-batch, or to a checkpoint itself, so that asking again gives the same numbers.
-        `reads_question`: not to a place within or behind a prompt that is asked again, which is
-        then read again.
+        too. Returns False, and changes nothing, if there is none (a session without a pool keeps
+        none) or no room to swap out the current text. Returns False, and leaves the session empty,
+        if the checkpoint cannot be cut. `repeatable`: only roll back to a position where a reading
+        from 0 also starts a micro-batch, or to a checkpoint itself, so that asking again gives the
+        same numbers. `reads_question`: not to a place within or behind a prompt that is asked
+        again, which is then read again.
         """
         demand = Demand(is_cut=repeatable, reads_question=reads_question)
         runner, slot = self._runner, self._slot

@@ -139,7 +139,7 @@ class SessionStats:
     kv_budget: str
     """The current budget, as a user types it."""
     n_ctx: int
-    """The most tokens of the text."""
+    """The most tokens that the text may have."""
     prompt_tokens: int
     """How many tokens of prompts were read."""
     generated_tokens: int

@@ -252,7 +252,7 @@ class CacheOptions:
         metavar="N",
         kind=int,
         least=-1,
-        most=2**31 - 1,  # llama.cpp uses this number for all layers.
+        most=2**31 - 1,  # llama-cpp-python sends this for all layers.
         group="loading",
     )
     spec_type: str = option(

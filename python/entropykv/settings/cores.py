@@ -204,12 +204,12 @@ class OtherWork:
         self._at = self._now()
 
     def wanted(self, n_threads: int) -> float | None:
-        """Return how many cores other processes wanted on average since the last answer; None if
-        the last answer was just now, or if the system does not say.
+        """Return how many cores other processes wanted on average since the last answer (at first:
+        since the creation); None if that was just now, or if the system does not say.
 
-        `n_threads`: how many threads of this process would have computed all the time. Other
-        processes got the time that these threads missed, and wanted as much again, because two that
-        share a core get a half each.
+        `n_threads`: how many threads of this process would have computed all the time on cores of
+        their own. Other processes got the time that these threads missed, and wanted as much again,
+        because two that share a core get a half each.
         """
         elapsed = time.perf_counter() - self._at[0]
         if elapsed < self._pause:

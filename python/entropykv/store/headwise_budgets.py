@@ -341,8 +341,8 @@ class HeadwiseBudgets:
         return longer / beyond if longer > beyond >= _LEAST_FORESIGHT else 1.0
 
     def observe(self, n_tokens: int) -> bool:
-        """Record what a micro-batch has shown, of `n_tokens` of text, or of an echo alone for 0;
-        returns whether the budget should be shared again at once.
+        """Record what a micro-batch of `n_tokens` has shown if its queries are observed; 0: an echo
+        alone was read. Returns whether the budget should be shared again at once.
         """
         if self._online is None:
             return False

@@ -114,7 +114,7 @@ export interface Picture extends Omit<Sent, "map"> {
   map: HeldMap | null;
 }
 
-// The positions that are shown; `last` null: up to the end of the text.
+// The positions that are shown, without `last`; null: up to the end of the text.
 export interface Range {
   first: number;
   last: number | null;

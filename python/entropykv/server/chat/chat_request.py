@@ -366,7 +366,9 @@ class ChatRequest(GeneratingRequest, CreateChatCompletionRequest):  # type: igno
         return {**model.template_arguments, **given}
 
     def thinking_options(self, model: LoadedModel) -> ThinkingOptions:
-        """Return the request's options of thoughts, completed by the server's options."""
+        """Return the request's options of thoughts, or the server's where none is given; a negative
+        budget counts as not given.
+        """
         given = model.thinking
         budgets = (self.reasoning_budget_tokens, self.thinking_budget_tokens, given.budget)
         message = self.reasoning_budget_message

@@ -175,7 +175,7 @@ _OTHERS = OTHERS.besides(
     }
 )
 _BILLING = re.compile(r"\A(x-anthropic-billing-header:[^\n]*?\bcch=)[0-9a-f]+")
-"""A number that Claude Code changes in the first line of every request."""
+"""The beginning of Claude Code's system texts: group 1, and a number that differs every time."""
 
 
 class Thinking(BaseModel):
@@ -358,7 +358,7 @@ class MessagesRequest(CountedMessages):
 
 
 def _system_text(given: str | list[dict[str, Any]], place: str) -> str:
-    """Return the text of a system prompt; 0 replaces the number that Claude Code changes."""
+    """Return a system prompt as text; 0 replaces Claude Code's number, so that prefixes match."""
     texts = [given] if isinstance(given, str) else [_text(b, place) for b in given]
     return "\n\n".join(_BILLING.sub(r"\g<1>0", text) for text in texts)
 

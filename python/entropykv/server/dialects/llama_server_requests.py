@@ -103,7 +103,7 @@ class LlamaServerWriter:
                 yield {**self._end(text, part.ended), "content": "", "tokens": []}
 
     def begin(self) -> Chunk:
-        """Return a chunk without text."""
+        """Return a chunk without text, to which written() adds how much of the prompt was read."""
         return self._part("", [], [])
 
     def _part(

@@ -95,7 +95,7 @@ class PrefixCache:
     """
 
     def __init__(self, pool: Pool, most: int, *, shared_prefixes: bool = True) -> None:
-        """Use a pool; at most `most` of its conversations are kept."""
+        """Keep at most `most` conversations of a pool; `shared_prefixes`: see Caller.tenant()."""
         self._pool = pool
         self._most = most
         self._shared_prefixes = shared_prefixes

@@ -155,8 +155,9 @@ class Holders:
         """Return the replica that answers a request, and remember that it holds the keys.
 
         `loads`: how many requests every living replica has, one replica at least. A named
-        conversation stays with its replica under any load, because two turns at a time would be
-        answered from the same past. The choice for its name is the same in every process.
+        conversation stays with its replica under any load, while the same replicas live, since two
+        replicas do not know of each other's turns. The choice for its name is the same in every
+        process.
         """
         if affinity.conversation is not None:
             chosen = min(loads, key=lambda replica: _digest(affinity.conversation, replica))
@@ -182,5 +183,5 @@ class Holders:
 
 
 def _least(keys: Sequence[str], loads: Mapping[str, int]) -> str:
-    """Return the least loaded replica; of equal ones, the same for the same text everywhere."""
+    """Return the least loaded replica; among equal ones, the last key decides in every process."""
     return min(loads, key=lambda replica: (loads[replica], _digest(*keys[-1:], replica)))

@@ -210,9 +210,9 @@ class Replica:
         sessions_bytes: int,
         mark: str | None,
     ) -> None:
-        """Load the model, and begin the app's lifespan.
+        """Load the model, and begin the app's lifespan, after check_shared() with `mark`.
 
-        `mark`: what shows that this machine sees the documents of the others: see application().
+        `sessions`, `sessions_bytes`: as in ReplicaOptions. `mark`: as in application().
         """
         if server.documents is not None and mark is not None:
             check_shared(server.documents, mark)
