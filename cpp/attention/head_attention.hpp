@@ -89,8 +89,8 @@ public:
         const std::size_t offset = layer % 2 == 0 ? 0 : odd_layers_at_;
         return observed_.data() + offset + index(number) * longest_;
     }
-    // Combine n_rows rows from `first` on, of n entries each, in the first row, and return it: sum()
-    // as add_up() does, largest() to the maximum.
+    // Combine n_rows rows from `first` on, of n entries each, in the first row, and return it:
+    // sum() as add_up() does, largest() to the maximum.
     float* sum(int layer, int first, int n_rows, int n) noexcept;
     float* largest(int layer, int first, int n_rows, int n) noexcept;
     // Combines what two sets of queries gave to each of n entries: their sum, or for some measures

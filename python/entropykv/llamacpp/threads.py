@@ -219,7 +219,7 @@ class ThreadChoice:
             self._try(self._with(threads - 1), pace)
 
     def _begin_trial(self, pace: float) -> None:
-        """Try another way: in turns the expected one, and its neighbours."""
+        """Try another way, if any: in turns the expected one and a neighbour of the current one."""
         if self.way != self._hint and self._hint_is_next:
             self._hint_is_next = False
             self._try(self._hint, pace)

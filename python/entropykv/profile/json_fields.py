@@ -108,8 +108,8 @@ def check_geometry_values(data: Mapping[str, Any], where: str) -> dict[str, int]
 
 
 def read_entropies(table: object, geometry: Mapping[str, int], where: str) -> FloatArray:
-    """Turn {"L0_H0": bits} into an array of shape (n_layer, n_head); raises ProfileError for a
-    query head that is missing or extra, and for an impossible number.
+    """Turn {"L0_H0": bits} into an array of shape (n_layer, n_head); raises ProfileError for
+    another type, a query head that is missing or extra, and an impossible number.
     """
     if not isinstance(table, dict):
         raise ProfileError(f"{where}: head_entropies must be an object; {ADVICE}")
@@ -154,7 +154,7 @@ def shown(value: object) -> str:
 
 
 def object_in(value: object, where: str, field: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return an object with exactly these keys; ProfileError names what is missing or unknown."""
+    """Return an object with exactly these keys; raises ProfileError for any other value."""
     if not isinstance(value, dict):
         raise ProfileError(f"{where}: {field} must be an object; {ADVICE}")
     for name in names:

@@ -430,8 +430,8 @@ class _Generation:
         self._drafts = is_plain and session.reader.drafting is not None
 
     def run(self) -> Iterator[int]:
-        """Yield tokens. If the generator is closed or fails, the text of the session ends before
-        the last yielded token.
+        """Yield tokens. If the generator is closed or fails, the session's text ends before the
+        last yielded token, if _forget_unyielded() can go back.
         """
         try:
             yield from self._generate()
@@ -562,7 +562,7 @@ class Chooser:
     _KIND = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 
     def __init__(self, sampling: Sampling, session: Decoder, companions: Companions) -> None:
-        """Make samplers; raises SettingsError for constraints that cannot be used or combined."""
+        """Make samplers; raises SettingsError for options that cannot be used or combined."""
         self.companions = companions
         self._thought = thought = companions.thought
         self._recorder, self._processors = companions.recorder, companions.processors

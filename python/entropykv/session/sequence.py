@@ -336,7 +336,7 @@ class ReadParts:
         self._logits = None
 
     def copy(self) -> ReadParts:
-        """Return a copy, for a session that was forked."""
+        """Return a copy for another text with the same beginning."""
         other = ReadParts(self._n_ubatch)
         other._parts = self._parts[:]
         other._begin_of_prompt, other._end_of_prompt = self._begin_of_prompt, self._end_of_prompt
@@ -344,7 +344,7 @@ class ReadParts:
         return other
 
     def truncate(self, position: int) -> None:
-        """Remove the tokens from a position on."""
+        """Forget what was read from `position` on, and logits of a prompt that ended beyond it."""
         while self._parts and self._parts[-1].begin >= position:
             self._parts.pop()
         if self._parts and self._parts[-1].end > position:

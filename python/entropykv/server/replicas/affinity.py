@@ -93,7 +93,7 @@ def _keys_of(user: str, request: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _of_document(user: str, name: str | None) -> Affinity:
-    """Return the affinity of the routes of a document."""
+    """Return the affinity of requests about a document; an empty one without its name."""
     if not name:
         return Affinity()
     key = _document_key(user, name)
