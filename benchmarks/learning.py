@@ -115,7 +115,7 @@ def measure_speed(model: str, n_tokens: int, n_threads: int, readers: Sequence[s
 def _sessions(
     reader: str, model: str, n_tokens: int, n_threads: int
 ) -> Iterator[Session | StockSession]:
-    """Yield sessions, which the caller closes; AUTO's second uses what the first has learnt."""
+    """Yield a reader's session, which the caller closes; AUTO has a second, taught by the first."""
     if reader == STOCK:
         yield StockSession(model, n_ctx=n_tokens, n_threads=n_threads)
         return

@@ -136,8 +136,8 @@ public:
     // Writes to the device what the layers' graphs need for a step, for which all heads have chosen
     // their rows. Throws as add_attention() does.
     void begin_step(const DeviceStep& step);
-    // Sizes masks so that they have room for the rows that single tokens of these sequences see.
-    // Must be called before begin_singles().
+    // Sizes masks so that they have room for the rows that single tokens of sequences see: at least
+    // one sequence, and all on one device. Must be called before begin_singles().
     static void fit_masks(const std::vector<DeviceAttention*>& sequences);
     // Does what begin_step() does for single tokens of several sequences in llama.cpp's own graph,
     // which attends in n_runs nodes for them. `sequences` are in the order of the micro-batch.
@@ -167,7 +167,7 @@ public:
     // Begins to compute what prepare_look_up() has prepared. Throws as add_attention() does.
     void look_up();
     // Waits for the next part, lets the device begin the one after it, and returns the part's
-    // layers.
+    // layers; an empty range after the last part. Throws as add_attention() does.
     LayerRange next_part();
     // Says what is looked up of a sequence. observed: whether what the query of its single token
     // gave is added to the sums; reads_sums: whether the host gets these.
@@ -203,7 +203,8 @@ public:
     // Begins to move rows of all layers of sequences that share places, as their heads say; nothing
     // may read them before Device::wait(). Throws as add_attention() does.
     static void move_rows(const std::vector<DeviceAttention*>& sequences);
-    // Turns all keys of a layer by as many positions as `by_row` says, for every row of each head.
+    // Turns all keys of a layer by as many positions as by_row[KV head][row] says. Throws as
+    // add_attention() does.
     void rotate(int layer, const RopeParams& rope,
                 const std::vector<std::vector<std::int32_t>>& by_row);
     // Must be called if rows of a layer got entries by anything but a step.

@@ -119,9 +119,9 @@ def continuing(
 ) -> list[int] | None:
     """Return tokens of the same text as `prompt` that begin with `cached`; None if there are none.
 
-    Control tokens must be equal. `spell(token)`: control_symbol() of such a token, else spelling()
-    of its bytes. If the cached text ends within a token of the prompt, the text from there to the
-    next control token is tokenised again: `tokenize` reads text without control tokens.
+    Control tokens must be equal; `spell(token)`: their control_symbol(), else spelling() of the
+    bytes. If the cached text ends within a token of the prompt, the text from there to the next
+    control token is tokenised again: `tokenize` reads text without control tokens.
     """
     start = common_prefix(cached, prompt)
     ahead = ""  # What the prompt's text has beyond that of the cached tokens.

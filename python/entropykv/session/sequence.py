@@ -68,9 +68,7 @@ class ImageSpans:
 
     @property
     def lag(self) -> int:
-        """Return by how much RoPE's position of the next token is less than its position in the
-        text.
-        """
+        """Return by how much RoPE's position of the next token is less than its text position."""
         return sum(span.lag for span in self._spans)
 
     def lag_before(self, start: int) -> int:

@@ -183,5 +183,5 @@ class Holders:
 
 
 def _least(keys: Sequence[str], loads: Mapping[str, int]) -> str:
-    """Return the least loaded replica; among equal ones, the last key decides in every process."""
+    """Return the least loaded replica; of equal ones, the same in every process by the last key."""
     return min(loads, key=lambda replica: (loads[replica], _digest(*keys[-1:], replica)))
