@@ -58,7 +58,7 @@ public:
     int rope_limit() const { return rope_limit_; }
 
 private:
-    struct Keys {  // what a layer writes as K
+    struct Keys {  // where a layer writes its K, and the RoPE that K had
         int cache_layer;
         RopeSeen rope;
     };

@@ -106,7 +106,7 @@ public:
     DeviceAttention& operator=(const DeviceAttention&) = delete;
 
     // Adds a layer, which must outlive this object, and returns its number here. slots: how many
-    // nodes of llama.cpp's graph, which would compute nothing, there are for each of its readers.
+    // nodes of llama.cpp's graph that compute nothing can be replaced for each of its readers.
     int add(DeviceLayer& layer, const DeviceParams& params, bool has_sinks,
             const DevicePredictor& predictor, int slots);
     // Must be called once, after all layers were added. in_graph: there will be steps of single
@@ -156,8 +156,10 @@ public:
     // of the reader and nodes that compute nothing.
     std::vector<ggml_tensor*> attention_of(int layer, int reader, const DeviceNode& node,
                                            int n_sequences);
-    // Returns further operations that replace nodes that compute nothing, for all sequences of the
-    // step. Sets writes_masks if the first one must be computed before anything attends.
+    // Returns up to two operations that replace nodes that compute nothing, for all sequences of
+    // the step. If writes_masks becomes true, the first one writes the masks of single tokens, and
+    // must be computed before anything attends. The other one copies the queries of the reader, if
+    // they are kept for look_up().
     std::vector<ggml_tensor*> upkeep_of(int layer, int reader, const DeviceNode& node,
                                         bool& writes_masks);
     // Prepares look_up() while the device computes the step: findings about its queries and about

@@ -73,7 +73,8 @@ FlatStore::FlatStore(llama_context* context, int budget, ScoreKind score,
     score_by_position(score);  // throws for measures that need more than positions
 }
 
-// Removes positions [first, last) of the text from llama.cpp's cache.
+// Removes positions [first, last) of the text from llama.cpp's cache. Throws std::runtime_error if
+// the model's memory cannot do that.
 void FlatStore::remove(std::int32_t first, std::int32_t last) {
     const auto place = [&](std::int32_t p) { return rope_position(p, rope_sinks_, shift_); };
     if (!llama_memory_seq_rm(llama_get_memory(context_), kSequence, place(first),

@@ -1,5 +1,5 @@
-// Reserves a range of addresses from the system, the first part of which has memory. Addresses cost
-// nothing. Memory is zeroed, and can be given back from the end of the range.
+// Reserves a range of addresses from the system, which cost nothing. The first part of the range
+// has memory, which is zeroed at first; that part grows, and shrinks from its end.
 #pragma once
 
 #include <cstddef>

@@ -29,7 +29,7 @@ struct CheckpointHead {
 
 class Checkpoint {
 public:
-    // Only make_checkpoint() calls this.
+    // Makes a checkpoint without pages, for take(); use make_checkpoint() or copy().
     explicit Checkpoint(std::shared_ptr<StorePool> pool);
     ~Checkpoint();
     Checkpoint(const Checkpoint&) = delete;

@@ -30,12 +30,12 @@ public:
     void size(std::size_t n, std::size_t page_entries);
     std::size_t bytes() const;
 
-    // Adds to the importance of every entry what queries gave to it; `observed` has the stored
-    // entries first.
+    // Lets the importance of all entries decay, and adds what queries gave to them: see
+    // GivenByQueries. `observed` has the stored entries first.
     void add_observed(Head& head, const StagedEntries& staged,
                       const float* observed) const noexcept;
-    // Adds to the importance of the stored entries what the queries of single tokens gave to them:
-    // `sum` has, for n_queries queries that were observed, what add_observed() would have added.
+    // Does the same for the stored entries and the queries of single tokens: `sum` has, for
+    // n_queries queries that were observed, what add_observed() would have added.
     void add_sum(Head& head, int n_queries, const float* sum) const noexcept;
     // Raises the predicted share of every entry to the largest share of attention that a query of
     // an echo gave to it.

@@ -15,21 +15,22 @@ class Freezer {
 public:
     explicit Freezer(StoreCommon& common) : common_(common) {}
 
-    // Moves entry i (stored or staged, at `slot`) to cold storage. due: see ColdRecord. If that had
-    // to drop a page of records, returns its number, otherwise kNone.
+    // Puts entry i (stored or staged, at `slot`) into cold storage; the caller must then drop it
+    // from the head, or overwrite its slot. due: see ColdRecord. Returns the number of the page of
+    // records that was dropped to make room, or kNone.
     int freeze(Head& head, int i, const Slot& slot, std::int32_t now, std::int32_t due,
                Detections detections) const noexcept;
     // Freezes all stored and staged entries that a mask does not mark, without a time to restore
-    // them.
+    // them; the caller must then drop them from the head.
     void freeze_unmarked(Head& head, const StagedEntries& staged, std::int32_t now,
                          const std::uint8_t* mask) const noexcept;
 
     // Notes that entry i, whose K and V are in place, was restored from a record.
     void note_restored(Head& head, int i, const ColdRecord& record, int record_number,
                        std::int32_t now) const noexcept;
-    // Restores frozen records. `wants` selects pages and records; place() returns the slot for the
-    // next one, or kNone to stop. Returns how many were restored. buffer: has room for a page of
-    // storage.
+    // Restores frozen records. `wants` selects pages and records; place() returns the number of the
+    // entry that the next one becomes, or kNone to stop. Returns how many were restored. buffer:
+    // has room for a page of storage.
     template <typename Wants, typename Place>
     int restore(Head& head, std::int32_t now, std::byte* buffer, Wants wants,
                 Place place) const noexcept;

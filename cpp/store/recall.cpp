@@ -217,7 +217,7 @@ void Recall::exchange(Head& head, int n_incoming, std::int32_t now) noexcept {
     }
 }
 
-// Freezes a victim. If that drops a page of records, incoming entries lose their record numbers.
+// Freezes a victim; incoming entries on a page of records that this drops lose their numbers.
 void Recall::replace_victim(Head& head, int victim, int next, int n_incoming,
                             std::int32_t now) noexcept {
     const int dropped = freezer_.freeze(head, victim, head.place(victim), now, kNever,

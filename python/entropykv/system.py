@@ -1,7 +1,7 @@
 """Do what every operating system does in its own way: locks, memory, files, signals, terminals.
 
 Other modules call these functions and name no operating system. `WINDOWS` is read at every call, so
-that tests can set it.
+that tests can set it. On Windows, read_at(), write_at() and lock() move the position of the file.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ def ending_signals() -> tuple[int, ...]:
 def shows_escapes(stream: TextIO) -> bool:
     """Tell whether a stream is a terminal that shows escape sequences, such as those of colours.
 
-    The consoles of Windows do so only after they are told to.
+    On Windows, this function first tells the console to show them.
     """
     if not stream.isatty():
         return False

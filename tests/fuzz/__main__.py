@@ -95,7 +95,7 @@ class Fuzzer:
     """Let several workers share a list of runs."""
 
     def __init__(self, names: Iterator[str], seconds: float) -> None:
-        """Take the names of runs; nothing is started yet."""
+        """Take the names of runs; `seconds` from now, no run but the first gets a new seed."""
         self._names = names
         self._ends = time.monotonic() + seconds
         self._lock = threading.Lock()

@@ -89,8 +89,9 @@ def by_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
         # In addition to llama.cpp's own graph and copies: moves of each conversation once in 16
         # tokens.
         ("recency", {"waits": 0.7, "graphs": 0.7, "copies": 1.6}),
-        # In addition to those of `recency`: the rows that every fourth token leaves out, and the
-        # attention that tokens gave, before one of them evicts.
+        # In addition to those of `recency`: every fourth token, whose query is observed, sends the
+        # numbers of nearby rows that it does not score, and before a conversation evicts, the sums
+        # of attention are read.
         ("uniform", {"waits": 3, "graphs": 2.4, "copies": 5.7}),
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.running_server import KEY, N_CTX, Server
 
-# With equal budgets nothing is evicted, so that answers do not depend on other requests.
+# With equal budgets of KV heads, short answers evict nothing, and depend on no other requests.
 PARALLEL = ("--parallel", 3, "--kv-budget", 6000, "--kv-type", "f16", "--policy", "uniform")
 PROMPTS = ["The old garden", "Simon likes", "The house on the hill", "A cat and a dog", "In May"]
 ENDLESS = {"max_tokens": N_CTX - 100, "extra_body": {"min_tokens": N_CTX}}

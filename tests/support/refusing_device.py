@@ -46,7 +46,7 @@ class _Buffer(ctypes.Structure):
 
 
 class RefusingDevice(PlainMemoryDevice):
-    """Implement the device; it must live as long as the process."""
+    """Define a GPU that refuses some operations; it must live as long as the process."""
 
     name = b"REFUSING"
     kind = _GPU

@@ -78,7 +78,7 @@ def centres(bias: Array) -> Array:
 def centred(kernel: str, kv_type: str = "q8_0", *, is_centred: bool = True, **shape: Any) -> Layer:
     bias = biases(shape.get("n_head_kv", 2), shape.get("k_dim", 64))
     of = centres(bias) if is_centred else None
-    # The rounding of a query is also relative to its largest value times its unit.
+    # Queries are multiplied by the channels' units before they are rounded: errors are larger.
     return Layer(kernel, kv_type, key_bias=bias, key_centres=of, slack=8.0, **shape)
 
 

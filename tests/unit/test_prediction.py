@@ -226,7 +226,7 @@ def test_predictions_are_added_to_what_queries_gave(text: str, name: str) -> Non
     importance = Importance.parse(text)
     assert str(importance) == name
     assert importance.predicts
-    # A choice by layer and a freeze schedule both need `of_observed`.
+    # Choices for whole layers need `of_observed` or `repeats`, freeze schedules the former.
     assert not importance.of_observed
     assert not importance.repeats
     assert not Importance.parse("mass+values").predicts

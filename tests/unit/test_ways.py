@@ -76,7 +76,7 @@ def compared(
         ({**QWEN, CURVES: 0.05}, {}, CURVES),
         ({**QWEN, CURVES: 0.05, CURVES_ALONE: 0.04}, {}, CURVES_ALONE),
         ({**QWEN, PREDICTOR_ONLY: 0.12}, {}, NO_PROFILE),
-        # PREDICTOR_ONLY is as good, and reads texts only once.
+        # PREDICTOR_ONLY is as good as NO_PROFILE, and reads texts only once.
         ({**QWEN, PREDICTOR_ONLY: 0.11}, {}, PREDICTOR_ONLY),
         ({**QWEN, PREDICTOR_ONLY: 0.12, CURVES: 0.08}, {}, CURVES),
         (QWEN, {PREDICTOR_ONLY: FEWER}, PREDICTOR_ONLY),  # One fact fewer may be chance.

@@ -187,12 +187,12 @@ def compare_ways(
     taught: Sequence[tuple[int, ...]] = (),
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> WayComparison:
-    """Return what a model loses in each way to use settings.profile, and the best way.
+    """Return what a model loses in each of ways_of(settings.profile), and the best way.
 
-    Without the profile, the model has learnt from the texts `taught`: see lessons_of(). Without
-    passages nothing is compared, and the best way uses only the profile's predictor, if it has one.
-    Memory holds one model and the logits of two readings of a passage. Raises SettingsError without
-    settings.profile.
+    In NO_PROFILE, the model has learnt from the texts `taught` (see lessons_of()); without them, or
+    if the profile has no predictor, it learns from each passage. Without passages, the best way is
+    PREDICTOR_ONLY, or NO_PROFILE if the profile has no predictor. Memory holds one model and the
+    logits of two readings of a passage. Raises SettingsError if settings.profile is None.
     """
     if settings.profile is None:
         raise SettingsError("ways to use a profile are compared; give one")

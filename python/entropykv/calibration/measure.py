@@ -251,7 +251,9 @@ def observe(
 
 
 def losses_of(arrays: Arrays) -> list[list[HeadLoss]]:
-    """Return the losses of a text, [layer][KV head], from the arrays that observe() yields."""
+    """Return the losses of a long text, [layer][KV head]; `arrays` begins with mass and dropped,
+    each (n_layer, n_head_kv, knots), and whole, (n_layer, n_head_kv): see observe().
+    """
     mass, dropped, whole = arrays[:3]
     n_layer, n_head_kv = whole.shape
     return [

@@ -176,9 +176,7 @@ class Observer:
         return rows
 
     def losses(self, tokens: Sequence[int], rules: CurveRules) -> list[list[HeadLoss]]:
-        """Return the losses of every KV head in a text of rules.length tokens, as
-        [layer][KV head].
-        """
+        """Return the losses of a text of rules.length tokens, as [layer][KV head]."""
         self._store.truncate(0)
         for first in range(0, rules.n_read, self.n_ubatch):
             self._read(tokens[first : min(first + self.n_ubatch, rules.n_read)], first)

@@ -294,7 +294,7 @@ def _gpu_layers(text: str) -> int:
 def kv_type_of(options: argparse.Namespace) -> str:
     """Return --kv-type, or the type with K and V of llama-cli's -ctk and -ctv.
 
-    Raises SettingsError if they differ, or no store has such a type.
+    Raises SettingsError if both are given and differ, or no store has such a type.
     """
     of_keys, of_values = options.cache_type_k, options.cache_type_v
     if of_keys is None and of_values is None:
@@ -334,11 +334,12 @@ def _session_with_checkpoints(model: Model, cache: CacheOptions) -> Session:
 
 
 def open_engine(options: argparse.Namespace, *, goes_back: bool = False) -> Session:
-    """Load the model and open a session, and print notes for the user.
+    """Fetch and load the model, open a session, and print notes for the user.
 
     `goes_back`: if the model thinks, the session keeps checkpoints, to which a conversation rolls
-    back at the end of a thought. Raises SettingsError for options that contradict each other, and
-    the errors of fetch_named(), Model, Session and check_model().
+    back at the end of a thought; it keeps none with freezing, recovery or the flat store, or if no
+    pool serves the model. Raises SettingsError for contradicting options and -fa off, and the
+    errors of fetch_named(), Model, Session and check_model().
     """
     _check_flash(options)
     kv_type = kv_type_of(options)

@@ -98,7 +98,7 @@ class I2sTensor(TernaryTensor):
         return unpack_i2s(codes, (count, columns), self.layout)
 
     def scale(self) -> np.float32:
-        """Return the F32 scale that the file has after the codes."""
+        """Return the scale after the codes; raises ModelFileError unless finite and above 0."""
         tail = read_bytes(self.path, self.offset + math.prod(self.shape) // 4, 4)
         return checked_scale(self.path, self.name, struct.unpack("<f", tail.tobytes())[0])
 

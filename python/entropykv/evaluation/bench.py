@@ -39,8 +39,8 @@ class WorkFigures:
 
     `seconds`: for the whole prompt, or for decoding BLOCK tokens. `share`: the fraction of the
     seconds of all kinds of work. `ratio`: stock's seconds divided by these. Operations and bytes
-    per second count, for weights, the weights that are read; for attention, the rows of a full
-    cache (prompt) and the entries in use (decode); 0 if unknown.
+    per second, 0 if unknown: of weights, the operations of their products, and the bytes read; of
+    attention, only operations over a full cache (prompt), or only bytes of entries in use (decode).
     """
 
     phase: str

@@ -105,7 +105,9 @@ class References:
     """
 
     def __init__(self, n_vocab: int, n_texts: int, n_rows: int, folder: Path | None = None) -> None:
-        """Make the folder; raises EntropyKVError if the disk is too full, or OSError."""
+        """Make the folder, unless it exists, for `n_rows` rows of logits of each text; raises
+        EntropyKVError if the disk lacks room, and OSError if the folder cannot be made.
+        """
         self._n_vocab, self._n_bytes = n_vocab, 4 * n_vocab * n_rows
         self._temporary = None
         if folder is None:

@@ -131,7 +131,7 @@ class EvalPart(ABC):
 
     @abstractmethod
     def reference(self, stock: StockSession, item: Any, tick: Tick) -> Values:
-        """Measure an item with stock llama.cpp."""
+        """Measure an item with stock llama.cpp, which may still hold the text of another item."""
 
     @abstractmethod
     def measure(self, session: Session, item: Any, tick: Tick) -> Values:

@@ -1,7 +1,7 @@
 """Turn images into embeddings with llama.cpp's libmtmd and a projector file (mmproj).
 
 A projector is the vision encoder of a text model, in a GGUF file of its own. It turns an image into
-some hundred rows of numbers, which the text model reads instead of the embeddings of tokens. No
+hundreds of rows of numbers, which the text model reads instead of the embeddings of tokens. No
 other module touches handles of libmtmd.
 """
 
@@ -291,7 +291,7 @@ class Projector:
             yield self._handle
 
     def close(self) -> None:
-        """Free the encoder, after the running encode() if there is one."""
+        """Free the encoder, once no other thread is in encode() or in a tokenized() block."""
         with self._lock:
             handle, self._handle = self._handle, None
             if handle:

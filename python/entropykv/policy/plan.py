@@ -99,7 +99,7 @@ class HeadwisePlan:
     floor_entries: int
     """The fewest entries that a KV head may get, unless its limit is lower."""
     entries_per_page: tuple[int, ...]
-    """How many entries of every KV head fill a page, in the order of layers."""
+    """How many entries fill a page, for each KV head of each layer, layer by layer."""
     limits: tuple[int, ...]
     """How many entries each KV head can use: the whole context, or a window."""
     protection: ProtectedEntries

@@ -364,10 +364,10 @@ class ResolvedConfig:
         self, budget: Budget | None = None, layers: Sequence[_core.LayerShape] | None = None
     ) -> HeadwisePlan:
         """Return what each conversation of a pool gets while all of them hold entries; arguments
-        are those of headwise_plan().
+        and errors are those of headwise_plan().
 
-        Raises BudgetError if an equal share cannot hold sinks and recent window; then only fewer
-        conversations can hold entries at a time.
+        BudgetError also says that an equal share cannot hold sinks and recent window; then only
+        fewer conversations can hold entries at a time.
         """
         n_sequences = self.options.n_sequences or 1
         pages = self.pool_pages(budget, layers) // n_sequences

@@ -73,10 +73,10 @@ class DocumentFolder:
         make_folder(directory)
 
     def names(self, folder: Path) -> list[str]:
-        """Return the names of the files in a folder; with storage, of the documents there, and of
-        the partial files and texts here.
+        """Return the names of the files in a folder, none if it cannot be read; with storage, of
+        the documents in the storage, and of the partial files and texts in the folder.
 
-        Raises StorageError if the object storage does not answer; so do the other methods.
+        Raises StorageError if the object storage does not answer, as all methods that ask it do.
         """
         names = []
         with suppress(OSError):
@@ -87,9 +87,7 @@ class DocumentFolder:
         return [*not_stored, *self._storage.names(self._key(folder))]
 
     def stamp(self, path: Path) -> FileStamp | None:
-        """Return a stamp that differs between two versions of a document; None if there is no
-        document.
-        """
+        """Return a stamp that differs between versions of a document; None if it does not exist."""
         return stamp_of(path) if self._storage is None else self._storage.stamp(self._key(path))
 
     @contextmanager

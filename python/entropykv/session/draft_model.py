@@ -148,7 +148,7 @@ class ModelDrafter:
             return [], Evidence(0)
 
     def close(self) -> None:
-        """Leave the sequence's share to others."""
+        """Let the runner free the small model's sequence before its next step."""
         self._runner.remove_slot_later(self._slot)
 
     def _follow(self, tokens: Tokens) -> Logits | None:
@@ -169,9 +169,7 @@ class ModelDrafter:
         return logits if len(rest) <= _CATCH_UP else None
 
     def _go_back(self, position: int) -> None:
-        """Truncate the small model's sequence to a position, or to 0 where its store cannot do
-        that.
-        """
+        """Truncate the small model's sequence to a position, or to 0 if its store cannot."""
         try:
             self._text.truncate(position)
         except ContextError:

@@ -4,13 +4,13 @@ All numbers are little-endian:
 
     magic "EKVSESS\\0", version (u32), bytes of the header (u32)
     header: JSON, see SavedSettings and SavedContents, and spaces: the store's sections begin at a
-        multiple of 16384 bytes if they have 65536 bytes or more, else at one of 16
+        multiple of 16384 bytes if they have 65536 bytes or more, else at a multiple of 16
     digest (blake2b, 16 bytes) of all before it
     sections, one after the other: tokens (i32), logits of the last token (f32), the store's
     digest (blake2b, 16 bytes) of all before it
 
-The headwise store has a section for every KV head, layer by layer: cpp/store/head_states.hpp; if
-budgets follow the text, one more with the measurements (f64), see OnlineBudgets.state(); and one
+The headwise and device stores have a section for each KV head, layer by layer, see head_states.hpp;
+if budgets follow the text, one more with the measurements (f64), see OnlineBudgets.state(); and one
 with the state of recurrent layers, if there are any. The flat store has two: the positions that it
 keeps (i32), and llama.cpp's state of the sequence, whose version is in the header.
 
@@ -18,8 +18,8 @@ If scores are predicted by what was learnt of the model, the header has `predict
 profile/learnt.py. The file of a document is the same, and its header also has `document`: see
 DocumentNote.
 
-Because the store's sections begin where a page of memory does, a session can map them instead of
-copying them: see SessionReader.sections().
+Because large sections begin where a page of memory does, a session can map them instead of copying
+them: see SessionReader.sections().
 """
 
 from __future__ import annotations

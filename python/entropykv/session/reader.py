@@ -193,11 +193,9 @@ class SequenceReader:
         return part.n_right
 
     def _most_drafts(self) -> int:
-        """Return how many drafts may follow the next token: as many as the settings, the context,
-        and the share and the echoes of the sequence allow.
-
-        There are none before a longer text changes the shares of a pool, and while echoes are due:
-        then a single token is read.
+        """Return how many drafts may follow the next token: at most as many as the settings say, as
+        fit into the context and the length of text for which the pool gave the sequence its share,
+        and as can be read before an echo is due.
         """
         config, slot = self._runner.config, self._slot
         end = min(config.n_ctx, slot.shared_for or config.n_ctx)

@@ -122,7 +122,9 @@ class Scheduler:
         return len(self._waiting)
 
     def arrive(self) -> int:
-        """Return a number for a new text; texts with lower numbers are read first."""
+        """Return the number of a reading that begins now; those with lower numbers come first.
+        Raises EntropyKVError in a process that was forked.
+        """
         self._check_process()
         with self._changed:
             self._arrivals += 1

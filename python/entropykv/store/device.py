@@ -396,9 +396,7 @@ class DeviceStore(KvHeadStore):
         return list(self._plan.budgets)
 
     def state(self) -> StoreState:
-        """Return the content to save: a section for every KV head, in the format of the headwise
-        store.
-        """
+        """Return the content to save: a section per KV head, in the headwise store's format."""
         entries = [
             [self._store.count(layer, head) for head in range(shape.n_head_kv)]
             for layer, shape in enumerate(self.layers)

@@ -188,7 +188,7 @@ class ScorePrediction:
         return [of_layer.shape for of_layer in predictor.weights] == list(expected)
 
     def adopt(self, predictor: ScorePredictor) -> None:
-        """Predict scores of new entries with a predictor, of a profile or learnt.
+        """Predict scores of new entries in all stores of the pool with a predictor.
 
         Raises ProfileError if the predictor is for entries with other features.
         """
@@ -196,7 +196,7 @@ class ScorePrediction:
         self.set_predictor(predictor.weights)
 
     def set_predictor(self, weights: Sequence[npt.NDArray[np.float32]]) -> None:
-        """Predict scores of new entries, for a measure that uses predictions.
+        """Predict scores of new entries in all stores of the pool, if the measure uses predictions.
 
         `weights`: for every layer, (n_head_kv, n_features). Raises ValueError for another shape,
         for numbers that are not finite, and for RoPE that does not fit the keys.

@@ -28,10 +28,10 @@ class Writer(Protocol):
     """Write the events of an answer in the form of one API."""
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return an answer that is not streamed."""
+        """Generate an answer to its end, and return it as one that is not streamed."""
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
-        """Yield the chunks of the answer."""
+        """Generate an answer, and yield its chunks as they are written."""
 
 
 def written(
@@ -213,9 +213,7 @@ class AnswerForm:
                 yield SaidPart(shown, said, calls, event.logprobs)
 
     def whole(self, events: Iterator[Event]) -> SaidPart:
-        """Return all of an answer as one part; raises SettingsError for too many log
-        probabilities.
-        """
+        """Return an answer as one part; raises SettingsError for too many log probabilities."""
         thought, text, reason, held = "", "", "stop", HeldValues()
         calls = list[dict[str, Any]]()
         for part in self.parts(events, whole=True):

@@ -74,7 +74,7 @@ class MessageWriter:
         """The type of the block that is being written."""
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the message."""
+        """Generate the answer to its end; returns it as one message, with its usage."""
         said = self._form.whole(events)
         blocks: list[dict[str, Any]] = []
         if said.thought:
@@ -86,7 +86,7 @@ class MessageWriter:
         return {**ended, "usage": self._usage()}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
-        """Yield the events of the message; the first one once the prompt was read."""
+        """Generate the answer, and yield its events, the first one once the prompt was read."""
         reason, has_begun = None, False
         for part in self._form.parts(events):
             if not has_begun:

@@ -79,7 +79,7 @@ class LlamaServerWriter:
         self._returns_tokens, self._timed, self._fields = returns_tokens, timed, fields
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the answer, or only the fields that the request has chosen."""
+        """Generate the answer to its end; returns it, or only the fields that the request chose."""
         said = CompletionReader().whole(events)
         shown = said.tokens if self._returns_tokens else []
         answer = {**self._end(said.text, said.ended), "content": said.text, "tokens": shown}
@@ -202,7 +202,7 @@ class AnswersInList:
 MOST_RESPONSE_FIELDS = 64
 """The most fields of an answer that a request may choose."""
 MOST_EXTRA = 256
-"""The most further texts of /infill."""
+"""The most texts in the field `input_extra` of a request to /infill."""
 _MARKER = "<__media__>"
 """The text by which llama-server's clients mark where an image stands."""
 _DEFAULTS = Sampling()
@@ -372,9 +372,7 @@ class LlamaServerCompletion(LlamaServerRequest):
         return self.n_cmpl * len(self._prompts())
 
     def parts(self) -> list[LlamaServerCompletion]:
-        """Return a request for every choice of every prompt; raises RequestError if there is no
-        prompt.
-        """
+        """Return a request for each choice of each prompt; raises RequestError without prompts."""
         if not self._prompts():
             raise RequestError(400, "prompt: the list is empty", param="prompt")
         return [
@@ -384,7 +382,7 @@ class LlamaServerCompletion(LlamaServerRequest):
         ]
 
     def _prompts(self) -> Sequence[Any]:
-        """Return the prompts: a list with a token in it is one, as in llama-server."""
+        """Return the prompts; as in llama-server, a list that contains a token is one prompt."""
         prompt: Any = self.prompt
         is_one = not isinstance(prompt, list) or any(isinstance(each, int) for each in prompt)
         return [prompt] if is_one else prompt

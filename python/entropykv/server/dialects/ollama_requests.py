@@ -308,7 +308,7 @@ class _Writer:
         self._started, self._loaded = started, loaded
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the answer as one object with the totals."""
+        """Generate the answer to its end; returns it as one object, with the totals."""
         return self._last(self._form.whole(events))
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:

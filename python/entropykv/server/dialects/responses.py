@@ -124,7 +124,7 @@ class ResponseWriter:
         self._open: _TextItem | None = None
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the response."""
+        """Generate the answer to its end; returns it as one response, with usage and timings."""
         said, job = self._form.whole(events), self._form.job
         texts = ((thought_item, "rs", said.thought), (message_item, "msg", said.text))
         output = [make(f"{name}_{uuid.uuid4().hex}", text) for make, name, text in texts if text]
@@ -133,7 +133,7 @@ class ResponseWriter:
         return {**ended, "timings": timings_of(job)}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
-        """Yield the events of the response."""
+        """Generate the answer, and yield its events; the last one has the whole response."""
         for number, event in enumerate(self._events(events)):
             yield {**event, "sequence_number": number}
 

@@ -64,9 +64,7 @@ class Limits:
     max_waiting: int = 256
     """The most jobs that may wait while others run."""
     max_body: int = 1 << 20
-    """The most bytes of one request's body: 250,000 tokens of English text, or 150,000 as
-    numbers.
-    """
+    """The most bytes of a request's body: 250,000 tokens of English text, 150,000 as numbers."""
     max_bodies: int = 32 << 20
     """The most bytes of the bodies of all requests that are received, wait or run."""
     client_seconds: float = 30.0
@@ -76,11 +74,11 @@ class Limits:
     drain_seconds: float = 0.0
     """The most seconds that running requests may take after Engine.stop()."""
     max_images: int = 8
-    """The most images of one request."""
+    """The most images of one prompt; a request to /completion may have several prompts."""
     max_image_bytes: int = 8 << 20
     """The most bytes of one image file."""
     max_image_pixels: int = 32 << 20
-    """The most pixels of a request's images together; each takes 3 bytes while they are decoded."""
+    """The most pixels of a prompt's images together; each takes 3 bytes while they are decoded."""
     conversations: int = 64
     """How many conversations are kept for their next turn, if the server keeps several."""
 
@@ -201,9 +199,7 @@ class Body:
         self.n_bytes = 0
 
     def add(self, piece: bytes) -> None:
-        """Add a piece; raises RequestError if the body gets too long (413), or all bodies together
-        (503).
-        """
+        """Add a piece; raises RequestError if the body (413) or all bodies (503) get too long."""
         self._admission.check_body(self.n_bytes + len(piece))
         self._admission.take(len(piece))
         self.n_bytes += len(piece)

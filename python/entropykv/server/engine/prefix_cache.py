@@ -250,8 +250,8 @@ class PrefixCache:
         return best
 
     def _own(self, tokens: array[int], caller: Caller) -> list[tuple[_Conversation, int]]:
-        """Return a caller's conversations that begin as `tokens` do, each with the number of tokens
-        that they have in common.
+        """Return a caller's conversations without a document that begin as `tokens` do, each with
+        the length of the common beginning in tokens, the longest first.
         """
         found = self._texts.longest_first(_Conversation, tokens, self._tenant(caller))
         return [each for each in found if each[0].caller == caller and each[0].document is None]
