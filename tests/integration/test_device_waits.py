@@ -222,8 +222,8 @@ def test_what_a_token_finds_out_takes_as_many_operations_for_many_layers_as_for_
 @pytest.mark.parametrize(
     ("policy", "of_chunk", "of_token"),
     [
-        # A chunk takes a graph of moves after it, and uses the mask of the chunk before. A token
-        # takes a copy of its rows, and moves once in 16 tokens.
+        # After a chunk, one graph moves rows; the mask is that of the chunk before. The inputs of
+        # a token take one copy, and once in 16 tokens, rows move.
         ("recency", {"waits": 1, "graphs": 1}, {"waits": 0.2, "graphs": 0.2, "copies": 1.2}),
         # In addition, attention weights are read: those of every fourth token, for 16 tokens at
         # once. All queries of so small a chunk are observed, which needs the positions of their

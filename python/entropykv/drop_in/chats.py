@@ -172,7 +172,7 @@ class LlamaCppWriter:
         """The tokens that were written."""
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return the completion."""
+        """Generate the answer to its end; returns it as one completion, with its usage."""
         said = self._read.whole(events)
         self.tokens += said.tokens
         n_prompt, n_written = self._read.n_prompt, 0 if said.ended is None else said.ended.n_tokens
@@ -186,7 +186,7 @@ class LlamaCppWriter:
         }
 
     def chunks(self, events: Iterator[Event]) -> Iterator[dict[str, Any]]:
-        """Yield a chunk for every piece of text, and one that says why the completion ended."""
+        """Generate, and yield a chunk for every piece of text, and one that says why it ended."""
         for part in self._read.parts(events):
             self.tokens += part.tokens
             if part.text or part.values:

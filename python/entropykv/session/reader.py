@@ -299,7 +299,7 @@ class SequenceReader:
 
     def _evicts(self, n_tokens: int) -> bool:
         """Tell whether the budget must evict entries of the text if the text grows by n_tokens;
-        before, the pool divides its pages for the expected length.
+        first, the pool divides its pages for the expected length, unless it has done so.
         """
         slot = self._slot
         if not slot.live or slot.expected > slot.shared_for:

@@ -253,13 +253,13 @@ class CompletionWriter:
         self._read = CompletionReader(echo if form.echoes else "", self._logprobs)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return an answer that is not streamed."""
+        """Generate the answer to its end; returns it whole, with the numbers of tokens."""
         said = self._read.whole(events)
         answer = self._chunk(said.text, said.values, said.reason or "stop")
         return {**answer, **costs_of(self._job)}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
-        """Yield the chunks of the answer, and at last one with the numbers of tokens."""
+        """Generate, and yield the answer in chunks, at last one with the numbers of tokens."""
         for part in self._read.parts(events):
             chunk = self._chunk(part.text, part.values, part.reason)
             yield with_times(chunk, self._job) if self._timed or part.ended else chunk
@@ -295,7 +295,7 @@ class ChatWriter:
         self._head = _head("chat.completion.chunk", "chatcmpl", form.name)
 
     def whole(self, events: Iterator[Event]) -> dict[str, Any]:
-        """Return an answer that is not streamed."""
+        """Generate the answer to its end; returns it whole, with the numbers of tokens."""
         form = self._form
         said = form.whole(events)
         message: dict[str, Any] = {"role": "assistant", "content": said.text}
@@ -320,7 +320,7 @@ class ChatWriter:
         return {**whole, **costs_of(self._job), **told}
 
     def chunks(self, events: Iterator[Event]) -> Iterator[Chunk]:
-        """Yield the chunks of the answer, and at last one with the numbers of tokens."""
+        """Generate, and yield the answer in chunks, at last one with the numbers of tokens."""
         n_calls, values, has_begun = 0, list[TokenLogprob](), False
         for part in self._form.parts(events):
             if not has_begun:

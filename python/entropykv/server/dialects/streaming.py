@@ -44,7 +44,7 @@ class Joined(Protocol):
     """Join the answers of one request, or their chunks."""
 
     def whole(self, answers: Sequence[dict[str, Any]]) -> Any:
-        """Return the joined answer."""
+        """Return what the client gets for all answers, in their order, if it does not stream."""
 
     def chunk(self, index: int, chunk: dict[str, Any]) -> dict[str, Any] | None:
         """Return a chunk of the answer number `index` as clients get it; None if they do not."""

@@ -66,7 +66,7 @@ class Limits:
     max_body: int = 1 << 20
     """The most bytes of a request's body: 250,000 tokens of English text, 150,000 as numbers."""
     max_bodies: int = 32 << 20
-    """The most bytes of the bodies of all requests that are received, wait or run."""
+    """The most bytes of all bodies that are received, wait or run; max_body, if that is more."""
     client_seconds: float = 30.0
     """The most seconds for a client to send headers, to send a body, and to read its answer."""
     request_seconds: float | None = None
