@@ -12,7 +12,7 @@ import pytest
 from entropykv import EntropyProfile, Pool, Session
 from entropykv.errors import SettingsError
 from entropykv.profile.find import profile_beside
-from entropykv.session.second_readings import LEAST_TOKENS
+from entropykv.session.second_readings import TOKENS_TO_LEARN
 from entropykv.store.headwise import HeadwiseStore
 from entropykv.store.protocol import TokensToRead
 from tests.architectures import ARCHITECTURES
@@ -71,16 +71,16 @@ def test_texts_are_read_once_after_the_first(
     with Session(tiny_llama, **INSIDE) as session:
         assert session.config.policy.name == "adaptive:mass+values+predicted"
         chunk = session.reader.chunk
-        assert echoes_in(session, TOKENS, monkeypatch) == -(-LEAST_TOKENS // chunk)
+        assert echoes_in(session, TOKENS, monkeypatch) == -(-TOKENS_TO_LEARN // chunk)
         fit = fit_of(session)
-        assert LEAST_TOKENS <= fit.n_tokens < LEAST_TOKENS + chunk
+        assert TOKENS_TO_LEARN <= fit.n_tokens < TOKENS_TO_LEARN + chunk
         assert fit.predictor is not None
         assert session.reader.chunk == 512
         assert (shares(session) > 2 * LEAST_SHARE).mean() > 0.9
         assert store_of(session).core.is_predicted
         session.reset()
         assert echoes_in(session, TOKENS, monkeypatch) == 0
-        assert fit.n_tokens < LEAST_TOKENS + chunk
+        assert fit.n_tokens < TOKENS_TO_LEARN + chunk
         assert session.stats().evictions > 0
 
 
@@ -118,7 +118,7 @@ def test_written_text_teaches_too(tiny_llama: Path) -> None:
             if fit_of(session).predictor is not None:
                 break
         assert fit_of(session).predictor is not None
-        assert session.position < 2 * LEAST_TOKENS
+        assert session.position < 2 * TOKENS_TO_LEARN
         before = fit_of(session).n_tokens
         for token in TOKENS[:300]:
             session.decode([token])
@@ -161,7 +161,7 @@ def test_keys_that_are_not_known_before_rope_are_read_twice_for_good(
     with Session(model, **INSIDE) as session:
         assert session.config.policy.name == "adaptive:mass+values+echo"
         assert session.cache.predictor_fit is None
-        assert echoes_in(session, TOKENS, monkeypatch) > LEAST_TOKENS // session.reader.chunk + 1
+        assert echoes_in(session, TOKENS, monkeypatch) > TOKENS_TO_LEARN // session.reader.chunk + 1
     with pytest.raises(SettingsError, match="its position embeddings are learned"):
         Session(model, policy="uniform:predicted", **INSIDE)
 

@@ -392,7 +392,7 @@ def test_tokenizers_that_are_refused(tmp_path: Path) -> None:
         refused(source, target, f"tokenizer.model: .*{message}")
 
 
-@pytest.mark.skipif(not Path("/proc/self/mem").is_file(), reason="the system has no such file")
+@pytest.mark.needs("/proc/self/mem")
 def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     source = write_hf(tmp_path / "hf", hf_config(TINY), hf_tensors(TINY))
     (source / "tokenizer.json").unlink()
