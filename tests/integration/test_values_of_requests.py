@@ -190,7 +190,7 @@ def test_values_of_logprobs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     from entropykv.session import logprobs  # noqa: PLC0415
 
     monkeypatch.setattr(logprobs, "MOST_VALUES", 100)
-    long = {"prompt": f"{PROMPT} and " * 10, "max_tokens": 40, "logprobs": 4}
+    long = {"prompt": f"{PROMPT} and " * 10, "max_tokens": 40, "logprobs": 4, "temperature": 0}
     asked = [
         (COMPLETION, long),
         (COMPLETION, {**long, "echo": True, "max_tokens": 1}),
