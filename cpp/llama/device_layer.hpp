@@ -77,8 +77,7 @@ struct DeviceHead {
     std::vector<int> unknown;  // rows of entries of which the host knows nothing, in their order
     int first_sum = 0;         // where the layer's sums of what single tokens gave have its rows
     std::vector<int> near;     // the result of rows_near(), which its next call updates
-    int n_searched =
-        0;  // how many rows of entries rows_near() has searched since entries were moved
+    int n_searched = 0;        // rows that rows_near() has searched since entries were moved
 
     int rows() const { return static_cast<int>(positions.size()); }
     // Returns how many rows attention must read.

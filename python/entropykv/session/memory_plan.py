@@ -222,14 +222,15 @@ def budget_warnings(config: ResolvedConfig, budget_bytes: int) -> Iterator[str]:
     `budget_bytes`: the bytes that the KV cache never exceeds, of all conversations together.
     """
     trained = config.geometry.n_ctx_train
-    with contextlib.suppress(BudgetError):
-        mean = mean_of(_plan_of(config).budgets)
-        if config.n_ctx > trained and 4 * mean > 3 * trained:
-            yield (
-                f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens that "
-                "the model was trained for: beyond them, distances are no longer told apart; give "
-                f"--kv-budget {3 * trained // 4} or less"
-            )
+    if config.n_ctx > trained:
+        with contextlib.suppress(BudgetError):
+            mean = mean_of(_plan_of(config).budgets)
+            if 4 * mean > 3 * trained:
+                yield (
+                    f"a KV head may keep {mean} entries, more than 3/4 of the {trained} tokens "
+                    "that the model was trained for: beyond them, distances are no longer told "
+                    f"apart; give --kv-budget {3 * trained // 4} or less"
+                )
     free = available_memory()
     if config.store != "device" and free is not None and budget_bytes > free:
         yield (
